@@ -1,0 +1,282 @@
+"""Every option of the engine: validated here, and every "auto" resolved once, with its reason.
+
+`EngineConfig` is what a user writes; `ResolvedConfig` is what the engine runs on. transformers' own
+`ContinuousBatchingConfig` is accepted everywhere and converted: a field equal to transformers' default means "auto".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_cb.errors import OptionError
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+# transformers' field -> ours
+CONVERTED = {
+    "page_size": "block_size",
+    "num_blocks": "num_blocks",
+    "max_batch_tokens": "max_batch_tokens",
+    "max_memory_percent": "max_memory_fraction",
+    "max_requests_per_batch": "max_num_seqs",
+    "allow_block_sharing": "prefix_caching",
+    "scheduler_type": "policy",
+    "return_logprobs": "return_logprobs",
+    "max_queue_size": "max_queue_size",
+    "seed": "seed",
+}
+
+# transformers' fields that only steer its own implementation: accepted in any setting, without effect on any answer
+NEUTRAL = frozenset(
+    {
+        "block_size",  # transformers copies it into page_size
+        "max_blocks_per_request",
+        "use_async_batching",
+        "use_cuda_graph",
+        "q_padding_interval_size",
+        "kv_padding_interval_size",
+        "varlen_compile_config",
+        "decode_compile_config",
+        "default_compile_level",
+        "use_default_compile_configs",
+        "max_cached_graphs",
+        "safety_margin",
+        "auto_switch_to_flash",
+        "cpu_offload_space_safety_threshold",
+        "disable_nccl_graph_mixing",
+        "cpu_group_timeout",
+        "per_request_processors",  # always on here
+        "drop_unsupported_processors",  # none is unsupported here
+    }
+)
+
+
+@dataclass
+class EngineConfig:
+    """Options of the engine; None means "auto".
+
+    Args:
+        block_size: tokens in a KV block.
+        num_blocks: KV blocks, for all layers together. Excludes `kv_budget`.
+        kv_budget: memory for the KV cache: bytes, or a string such as "2GiB" or "500MB".
+        max_memory_fraction: share of the free memory that the KV cache may take when neither of the two is given.
+        max_batch_tokens: query tokens in a step.
+        max_num_seqs: requests in a step.
+        max_model_len: prompt and output tokens of one request; the model's positions if None.
+        prefill_chunk: most tokens of one prompt in a step.
+        prefix_caching: reuse the blocks of equal prompt beginnings.
+        policy: order in which requests are served: "fifo" or "prefill_first", or an object with `order` and `victim`.
+        attention: "reference", or None for the best backend on the model's device.
+        modules: faster modules; "off" is all there is so far.
+        return_logprobs: give each token's log-probability.
+        max_queue_size: waiting requests beyond which a submission is rejected; 0 for no limit.
+        seed: seed for the requests of this manager that have none of their own.
+        num_threads: CPU threads of a step; torch's own setting if None.
+        trace_steps: StepRecords kept.
+        train_mode_timeout: seconds that a step waits for somebody else's `train()` to end.
+    """
+
+    block_size: int | None = None
+    num_blocks: int | None = None
+    kv_budget: int | str | None = None
+    max_memory_fraction: float | None = None
+    max_batch_tokens: int | None = None
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    prefill_chunk: int | None = None
+    prefix_caching: bool = True
+    policy: Any = "fifo"
+    attention: str | None = None
+    modules: str = "off"
+    return_logprobs: bool = False
+    max_queue_size: int = 0
+    seed: int | None = None
+    num_threads: int | None = None
+    trace_steps: int = 4096
+    train_mode_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_blocks", "max_batch_tokens", "max_num_seqs", "max_model_len", "prefill_chunk"):
+            _check_count(name, getattr(self, name), least=1, optional=True)
+        _check_count("num_threads", self.num_threads, least=1, optional=True)
+        _check_count("max_queue_size", self.max_queue_size, least=0)
+        _check_count("trace_steps", self.trace_steps, least=1)
+        _check_count("seed", self.seed, least=0, optional=True)
+        _check_number("train_mode_timeout", self.train_mode_timeout, least=0.0)
+        if self.max_memory_fraction is not None:
+            _check_number("max_memory_fraction", self.max_memory_fraction, least=0.0, most=1.0)
+        if self.kv_budget is not None:
+            self.kv_budget = parse_bytes(self.kv_budget)
+            if self.num_blocks is not None:
+                raise OptionError(
+                    f"num_blocks={self.num_blocks} and kv_budget={self.kv_budget} both size the KV cache: give one."
+                )
+        for name in ("prefix_caching", "return_logprobs"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} must be True or False, not {getattr(self, name)!r}.")
+        if self.modules != "off":
+            raise OptionError(f'modules={self.modules!r} is not supported yet: use modules="off".')
+
+    @classmethod
+    def of(cls, config: Any = None, **options: Any) -> EngineConfig:
+        """The EngineConfig of what a user passed: None, ours, transformers', or a dict; `options` override it.
+
+        Raises:
+            OptionError: an unknown or unsupported option, by its name.
+        """
+        if config is None:
+            given: dict[str, Any] = {}
+        elif isinstance(config, EngineConfig):
+            given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+        elif isinstance(config, dict):
+            given = dict(config)
+        elif type(config).__name__ == "ContinuousBatchingConfig":
+            given = _convert(config)
+        else:
+            raise OptionError(
+                f"continuous_batching_config must be a ContinuousBatchingConfig or an hf_cb.EngineConfig, "
+                f"not {type(config).__name__}."
+            )
+        given.update(options)
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in given:
+            if name not in known:
+                raise OptionError(f"Unknown option {name!r}; the options are {', '.join(known)}.")
+        return cls(**given)
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """An EngineConfig with nothing left open. `reasons` says for every "auto" why it became what it is."""
+
+    block_size: int
+    num_blocks: int
+    max_batch_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    prefill_chunk: int
+    prefix_caching: bool
+    trace_steps: int
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the "auto" values depend on. `block_bytes` maps a block size to the bytes of one KV block."""
+
+    model_len: int
+    free_bytes: int
+    device_type: str
+    block_bytes: Any
+    num_groups: int = 1
+    need_tokens: int | None = None  # KV tokens that all requests together can use, if they are known
+    need_seqs: int | None = None
+
+
+CPU_KV_CAP = 4 * 2**30  # a library in somebody's notebook does not fill the machine; kv_budget asks for more
+
+
+def resolve(config: EngineConfig, around: Surroundings) -> ResolvedConfig:
+    """Replaces every None by a value, once.
+
+    Raises:
+        OptionError: the memory does not hold one block.
+    """
+    why: dict[str, str] = {}
+
+    def auto(name: str, value: Any, reason: str) -> Any:
+        given = getattr(config, name)
+        if given is not None:
+            why[name] = "given"
+            return given
+        why[name] = reason
+        return value
+
+    on_cpu = around.device_type == "cpu"
+    block_size = auto("block_size", 32, "32 tokens: little waste at the end, long enough rows to gather")
+    max_model_len = auto("max_model_len", around.model_len, "the model's positions")
+    max_num_seqs = auto("max_num_seqs", 64 if on_cpu else 256, f"usual on {around.device_type}")
+    max_batch_tokens = auto("max_batch_tokens", 512 if on_cpu else 8192, f"usual on {around.device_type}")
+    prefill_chunk = auto("prefill_chunk", max_batch_tokens, "a prompt may use the whole step")
+    seqs = max_num_seqs if around.need_seqs is None else min(max_num_seqs, around.need_seqs)
+    # a block of slack for each request, since the last one is rarely full, and for a copy on write
+    need_tokens = seqs * max_model_len if around.need_tokens is None else around.need_tokens
+    need = around.num_groups * (-(-need_tokens // block_size) + 2 * (around.need_seqs or seqs))
+    per_block = around.block_bytes(block_size)
+    if config.num_blocks is not None:
+        num_blocks, why["num_blocks"] = config.num_blocks, "given"
+    elif config.kv_budget is not None:
+        num_blocks = parse_bytes(config.kv_budget) // per_block
+        why["num_blocks"] = f"kv_budget={config.kv_budget} bytes at {per_block} bytes a block"
+    else:
+        fraction = config.max_memory_fraction or (0.3 if on_cpu else 0.85)
+        room = int(around.free_bytes * fraction)
+        if on_cpu and config.max_memory_fraction is None:
+            room = min(room, CPU_KV_CAP)
+        num_blocks = min(need, room // per_block)
+        why["num_blocks"] = (
+            f"{fraction:.0%} of {around.free_bytes / 2**30:.1f} GiB free, at most {room / 2**30:.2f} GiB, "
+            f"{per_block} bytes a block; all requests together need at most {need}"
+        )
+    if num_blocks < around.num_groups:
+        raise OptionError(
+            f"The KV cache would have {num_blocks} blocks and needs at least {around.num_groups} (one for each layer "
+            f"group; a block of {block_size} tokens takes {per_block} bytes): raise kv_budget or num_blocks, or free "
+            f"memory."
+        )
+    return ResolvedConfig(
+        block_size=block_size,
+        num_blocks=int(num_blocks),
+        max_batch_tokens=max_batch_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        prefill_chunk=min(prefill_chunk, max_batch_tokens),
+        prefix_caching=config.prefix_caching,
+        trace_steps=config.trace_steps,
+        reasons=why,
+    )
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes of "2GiB", "500MB", "1e9" or a plain number; OptionError for anything else."""
+    if isinstance(size, bool) or not isinstance(size, (int, float, str)):
+        raise OptionError(f'kv_budget must be bytes or a string such as "2GiB", not {size!r}.')
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", str(size).lower())
+    try:
+        value = float(match[1]) * _UNITS[match[2]] if match else -1.0
+    except (KeyError, ValueError):
+        value = -1.0
+    if not 1 <= value < 2**62:
+        raise OptionError(f'kv_budget must be a positive size such as "2GiB" or "500MB", not {size!r}.')
+    return int(value)
+
+
+def _convert(config: Any) -> dict[str, Any]:
+    """The options in a transformers ContinuousBatchingConfig that differ from its defaults, under our names."""
+    defaults = type(config)()
+    options: dict[str, Any] = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if value == getattr(defaults, f.name) or f.name in NEUTRAL:
+            continue
+        if f.name not in CONVERTED:
+            raise OptionError(f"ContinuousBatchingConfig.{f.name}={value!r} is not supported by hf_cb: leave it unset.")
+        options[CONVERTED[f.name]] = value
+    return options
+
+
+def _check_count(name: str, value: Any, least: int, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OptionError(f"{name} must be a whole number{' or None' if optional else ''}, not {value!r}.")
+    if value < least:
+        raise OptionError(f"{name} must be at least {least}, not {value}.")
+
+
+def _check_number(name: str, value: Any, least: float, most: float = float("inf")) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise OptionError(f"{name} must be a number from {least} to {most}, not {value!r}.")

@@ -1,0 +1,305 @@
+"""The vocabulary of hf_cb on one page: what a request is, what a step is, and what comes back.
+
+A request has `token_ids` (prompt and output) and `num_computed` of them have their keys and values in the cache. There
+is no prefill phase and no decode phase: a step computes some of the difference (vLLM's formulation).
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from transformers.generation.continuous_batching.requests import GenerationOutput as _TransformersOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
+NULL_BLOCK = 0  # the block that no request owns: table entries without content point at it, and it stays zero
+
+_arrivals = itertools.count()
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class LogitsProcess(Protocol):
+    """Changes the scores of one request's next token: ids `[1, n]` int64, scores `[1, V]` float32 -> `[1, V]`."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor: ...
+
+
+class StopCheck(Protocol):
+    """Says after each token whether a request is to end: `token_ids` is prompt and output, newest last."""
+
+    def __call__(self, token_ids: Sequence[int]) -> bool: ...
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What one request asks of the sampler and of the stop checks, fully resolved: nothing here is None-for-default.
+
+    `process` is None when the raw logits decide; `seed` matters only if `do_sample`.
+    """
+
+    max_new_tokens: int
+    length_is_given: bool = True  # False: nobody set a length, so the KV cache may cut it short
+    eos_token_ids: frozenset[int] = frozenset()
+    do_sample: bool = False
+    seed: int = 0
+    process: LogitsProcess | None = None
+    stop_checks: tuple[StopCheck, ...] = ()
+    max_time: float | None = None  # seconds from the first step
+    logprobs: bool = False
+
+
+@dataclass
+class RequestMetrics:
+    """Where a request's time went; durations in seconds, NaN until known.
+
+    `ttft_s` runs from submission to the first token, `itl_s` is the mean time between tokens after it.
+    """
+
+    queue_s: float = float("nan")
+    prefill_s: float = float("nan")
+    ttft_s: float = float("nan")
+    itl_s: float = float("nan")
+    e2e_s: float = float("nan")
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass
+class GenerationOutput(_TransformersOutput):
+    """One sequence's result: transformers' fields, and the text, the reason it ended and where the time went.
+
+    `index` is the place of its prompt in the inputs; `exception` is the error itself, where `error` is its message.
+    """
+
+    index: int = 0
+    text: str | None = None
+    finish_reason: FinishReason | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    exception: Exception | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New tokens of one sequence. `index` is the place of its prompt in the inputs; the last delta says why it ended."""
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence on its way. Filled by the caller, then by the scheduler, the KV cache and the engine."""
+
+    # by the caller
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    deadline: float | None = None  # on time.perf_counter()
+    salt: bytes = b""  # what keys and values depend on besides the tokens; part of the prefix hash
+    fork_of: Request | None = None  # shares that request's prompt blocks once they are computed
+    arrival: int = field(default_factory=lambda: next(_arrivals))
+    created: float = field(default_factory=time.perf_counter)
+    # by the scheduler
+    status: Status = Status.WAITING
+    num_computed: int = 0
+    in_flight: int = 0  # tokens of a step that is launched and not yet committed
+    # by the KV cache: a block table for each layer group, and the hashes of the full blocks
+    tables: list[list[int]] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    # by the engine
+    token_ids: list[int] = field(init=False)
+    logprobs: list[float] = field(default_factory=list)
+    timestamps: list[float] = field(default_factory=list)
+    started: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    cancelled: bool = False
+    finish_reason: FinishReason | None = None
+    exception: Exception | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_ids)
+        self.metrics.prompt_tokens = len(self.prompt_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_ids) :]
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - len(self.prompt_ids)
+
+    @property
+    def pending(self) -> int:
+        """Tokens whose keys and values are still to be computed."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.pending == 1 and self.num_output > 0
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens this request can ever have in the KV cache (its last token is never computed)."""
+        return len(self.prompt_ids) + self.params.max_new_tokens - 1
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What one attention call needs, as seen in the call itself, never from a model's config.
+
+    A query at position p sees keys j <= p, and of those only j > p - `window`, or the ones in its own `chunk`.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    dtype: torch.dtype
+    device: torch.device
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def kv_shape(self) -> tuple[Any, ...]:
+        """Layers with the same shape can use the same storage."""
+        return (self.num_kv_heads, self.head_dim, self.v_head_dim, self.dtype, self.device)
+
+
+@dataclass
+class PlanPart:
+    """One request's share of a step: its next `num_tokens` tokens; `samples` rows of logits are wanted at its end."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: int  # 0: a prompt chunk before the last; 1: usual; 1 + k: verifies k drafts
+    drafts: list[int] = field(default_factory=list)
+    was_decoding: bool = False
+    new_blocks: list[tuple[int, int]] = field(default_factory=list)  # (group, block) taken for this part
+    copies: list[tuple[int, int, int]] = field(default_factory=list)  # (group, source, destination): copy on write
+
+
+@dataclass
+class StepPlan:
+    """Who runs in this step."""
+
+    parts: list[PlanPart] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    bound_by: str | None = None  # the budget that kept work out: "tokens", "blocks", "requests", or None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(p.num_tokens for p in self.parts)
+
+
+@dataclass
+class GroupBatch:
+    """What the layers of one KV group need: where to write and where to read.
+
+    `slot_mapping [T]` int64: block * block_size + offset of each new token. `block_table [R, max_blocks]` int32, padded
+    with NULL_BLOCK; blocks that a window has left behind are NULL_BLOCK too.
+    """
+
+    slot_mapping: Tensor
+    block_table: Tensor
+    copies: list[tuple[int, int]]
+    cleared: list[int]
+
+
+@dataclass
+class StepBatch:
+    """A StepPlan as flat tensors; T query tokens of R requests, laid end to end. Built once per step.
+
+    `input_ids [T]`, `position_ids [T]`, `logits_rows [S]` int64; `cu_seqlens_q [R + 1]`, `seq_lens [R]` (keys, this
+    step's included) int32, both also as Python lists.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    logits_rows: Tensor
+    cu_seqlens_q: Tensor
+    seq_lens: Tensor
+    query_lens_list: list[int]
+    seq_lens_list: list[int]
+    groups: list[GroupBatch]
+    block_size: int
+
+    @property
+    def max_seqlen_q(self) -> int:
+        return max(self.query_lens_list)
+
+    @property
+    def max_seqlen_k(self) -> int:
+        return max(self.seq_lens_list)
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step did and which budget bound it: used and allowed query tokens, KV blocks and requests."""
+
+    step: int
+    started: float
+    plan_s: float
+    build_s: float
+    forward_s: float
+    sample_s: float
+    commit_s: float
+    decode_tokens: int
+    prefill_tokens: int
+    tokens_allowed: int
+    blocks_used: int
+    blocks_cached: int
+    blocks_allowed: int
+    requests: int
+    requests_allowed: int
+    waiting: int
+    preempted: int
+    sampled: int
+    bound_by: str | None
+
+    @property
+    def query_tokens(self) -> int:
+        return self.decode_tokens + self.prefill_tokens
+
+    @property
+    def host_s(self) -> float:
+        """The engine's own time: everything but the forward and the sampling."""
+        return self.plan_s + self.build_s + self.commit_s
+
+
+@dataclass
+class Update:
+    """What a step changed for one request: its new tokens, and whether it has ended."""
+
+    request: Request
+    new_ids: list[int]
+
+    @property
+    def finished(self) -> bool:
+        return self.request.status is Status.FINISHED
+

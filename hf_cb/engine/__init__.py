@@ -1,0 +1,1 @@
+"""One step of generation: no threads, no text, no architecture."""

@@ -1,0 +1,183 @@
+"""The block tables of requests: one for each layer group, all fed from one pool.
+
+Tables grow with `allocate`, full blocks become findable with `publish`, and blocks that no window reaches any more go
+back at once. Sharing: a prefix hit shares full blocks, which are never written again; a fork shares the last, partly
+filled block too, and whoever writes to a shared block first gets a copy (copy on write).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hf_cb.core import NULL_BLOCK, Request
+from hf_cb.engine.block_pool import BlockPool
+from hf_cb.models.groups import LayerGroup
+
+
+@dataclass
+class Allocation:
+    """What `allocate` did: blocks taken `(group, block)` and copies to make `(group, source, destination)`."""
+
+    new_blocks: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+class KVCache:
+    """Tables, hashes and the pool. Knows no tensors."""
+
+    def __init__(
+        self, groups: Sequence[LayerGroup], num_blocks: int, block_size: int, prefix_caching: bool = True
+    ) -> None:
+        self.groups = list(groups)
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.pool = BlockPool(num_blocks)
+
+    def blocks_for(self, num_tokens: int, step_tokens: int) -> int:
+        """Most blocks that a request of `num_tokens` holds at once, over all groups."""
+        return sum(g.max_blocks(num_tokens, step_tokens, self.block_size) for g in self.groups)
+
+    def longest_request(self, step_tokens: int, at_most: int) -> int:
+        """The most tokens (up to `at_most`) that one request, alone, can have in the cache."""
+        low, high = 0, at_most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.blocks_for(middle, step_tokens) <= self.pool.num_blocks else (low, middle - 1)
+        return low
+
+    # ------------------------------------------------------------------------------------------------------ prefix hits
+
+    def hit(self, request: Request) -> int:
+        """Shares the longest known beginning of a request that holds nothing; returns its tokens.
+
+        At least one token is left to compute, since its logits are wanted.
+        """
+        if not self.prefix_caching:
+            return 0
+        most = (len(request.token_ids) - 1) // self.block_size
+        self._hash(request, most)
+        found: list[dict[int, int | None]] = [{} for _ in self.groups]
+
+        def known(group: int, i: int) -> bool:
+            if i not in found[group]:
+                key = (group, request.block_hashes[i])
+                found[group][i] = self.pool.find(key, self._tokens(request, i))
+            return found[group][i] is not None
+
+        whole = [g for g, group in enumerate(self.groups) if group.oldest_needed(most * self.block_size) == 0]
+        length = 0
+        while length < most and all(known(g, length) for g in whole):
+            length += 1
+        while length and not all(
+            known(g, i) for g in range(len(self.groups)) for i in range(self._first_block(g, length), length)
+        ):
+            length -= 1
+        if length:
+            request.tables = [
+                [NULL_BLOCK if i < self._first_block(g, length) else blocks[i] or NULL_BLOCK for i in range(length)]
+                for g, blocks in enumerate(found)
+            ]
+            self._share(request.tables)
+        return length * self.block_size
+
+    def _first_block(self, group: int, length: int) -> int:
+        """The first of `length` blocks that a query after them can see."""
+        return self.groups[group].oldest_needed(length * self.block_size) // self.block_size
+
+    def _share(self, tables: list[list[int]]) -> None:
+        for table in tables:
+            for block in table:
+                if block != NULL_BLOCK:
+                    self.pool.share(block)
+
+    def fork(self, request: Request, source: Request, num_tokens: int) -> int:
+        """Shares the first `num_tokens` tokens of `source`, partly filled last block included; returns how many."""
+        if source.num_computed < num_tokens or not source.tables:
+            return 0
+        length = -(-num_tokens // self.block_size)
+        tables = []
+        for group, table in zip(self.groups, source.tables, strict=True):
+            first = group.oldest_needed(num_tokens) // self.block_size
+            if NULL_BLOCK in table[first:length]:
+                return 0  # a window has moved on
+            tables.append([NULL_BLOCK] * min(first, length) + table[first:length])
+        self._share(tables)
+        request.tables = tables
+        return num_tokens
+
+    # ------------------------------------------------------------------------------------------------ growing, shrinking
+
+    def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
+        """Room for the request's next `num_tokens` tokens; None, and nothing changed, if the pool has too few blocks."""
+        if not request.tables:
+            request.tables = [[] for _ in self.groups]
+        first = request.num_computed // self.block_size
+        length = -(-(request.num_computed + num_tokens) // self.block_size)
+        growth = [length - len(table) for table in request.tables]
+        shared = [
+            i
+            for i, table in enumerate(request.tables)
+            if first < len(table) and table[first] != NULL_BLOCK and self.pool.references(table[first]) > 1
+        ]
+        if sum(g for g in growth if g > 0) + len(shared) > self.pool.num_available:
+            return None
+        done = Allocation()
+        for i in shared:
+            source, target = request.tables[i][first], self.pool.take()
+            request.tables[i][first] = target
+            self.pool.release([source])
+            done.copies.append((i, source, target))
+        for i, count in enumerate(growth):
+            for _ in range(count):
+                block = self.pool.take()
+                request.tables[i].append(block)
+                done.new_blocks.append((i, block))
+        return done
+
+    def publish(self, request: Request, since: int) -> None:
+        """After a step that computed the tokens from `since` to `num_computed`: full blocks become findable, and blocks
+        that no window reaches any more go back."""
+        if self.prefix_caching:
+            full = request.num_computed // self.block_size
+            self._hash(request, full)
+            for i in range(since // self.block_size, full):
+                tokens = self._tokens(request, i)
+                for group, table in enumerate(request.tables):
+                    self.pool.publish(table[i], (group, request.block_hashes[i]), tokens)
+        self._leave_window(request)
+
+    def free(self, request: Request) -> None:
+        """Everything goes back; the ends of tables first, so that beginnings are evicted last."""
+        for table in request.tables:
+            self.pool.release(block for block in reversed(table) if block != NULL_BLOCK)
+        request.tables = []
+
+    def _leave_window(self, request: Request) -> None:
+        for group, table in zip(self.groups, request.tables, strict=True):
+            if group.window is None and group.chunk is None:
+                continue
+            i = group.oldest_needed(request.num_computed) // self.block_size - 1
+            while i >= 0 and i < len(table) and table[i] != NULL_BLOCK:
+                self.pool.release([table[i]])
+                table[i] = NULL_BLOCK
+                i -= 1
+
+    # ----------------------------------------------------------------------------------------------------------- hashes
+
+    def _tokens(self, request: Request, i: int) -> list[int]:
+        return request.token_ids[i * self.block_size : (i + 1) * self.block_size]
+
+    def _hash(self, request: Request, num_blocks: int) -> None:
+        """Chained hashes of the request's first `num_blocks` blocks; the chain starts with what else KV depends on."""
+        hashes = request.block_hashes
+        while len(hashes) < num_blocks:
+            before = hashes[-1] if hashes else request.salt
+            hashes.append(hash_block(before, self._tokens(request, len(hashes))))
+
+
+def hash_block(before: bytes, tokens: Sequence[int]) -> bytes:
+    """The hash of a block that follows `before`, the hash of the block in front of it."""
+    return hashlib.blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()

@@ -1,0 +1,135 @@
+"""Who runs this step, under three budgets: query tokens, KV blocks, requests."""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from hf_cb.config import ResolvedConfig
+from hf_cb.core import PlanPart, Request, Status, StepPlan
+from hf_cb.engine.kv_cache import KVCache
+from hf_cb.engine.policies import Fifo, Policy
+from hf_cb.engine.speculation import DraftSource, NoDrafts
+
+
+class Scheduler:
+    """Keeps the waiting and the running requests, both in order of arrival, and plans one step at a time."""
+
+    def __init__(
+        self, config: ResolvedConfig, kv: KVCache, policy: Policy | None = None, drafts: DraftSource | None = None
+    ) -> None:
+        self.config = config
+        self.kv = kv
+        self.policy = policy or Fifo()
+        self.drafts = drafts or NoDrafts()
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        insort(self.waiting, request, key=lambda r: r.arrival)
+
+    def remove(self, request: Request) -> None:
+        """A request has ended: its blocks go back."""
+        self.kv.free(request)
+        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        request.status = Status.FINISHED
+
+    def plan(self) -> StepPlan:
+        """The next step. Requests of a step that is not committed yet are left out."""
+        plan = StepPlan()
+        left = self.config.max_batch_tokens
+        planned: dict[Request, PlanPart] = {}
+        for request in list(self.policy.order(self.running, self.waiting)):
+            if request.in_flight or request in plan.preempted:
+                continue
+            if left == 0:
+                plan.bound_by = plan.bound_by or "tokens"
+                break
+            gone = len(plan.preempted)
+            if request.status is Status.WAITING:
+                # a new request never takes blocks from a running one, and none behind it overtakes
+                if plan.bound_by == "blocks" or plan.bound_by == "requests":
+                    continue
+                part = self._admit(request, left, plan)
+            else:
+                part = self._continue(request, left, plan, planned)
+            if part is not None:
+                planned[request] = part
+                left -= part.num_tokens
+            if len(plan.preempted) > gone:  # shares were taken back
+                left = self.config.max_batch_tokens - sum(p.num_tokens for p in planned.values())
+            if left == 0 and part is not None and not part.samples:
+                plan.bound_by = plan.bound_by or "tokens"
+        plan.parts = list(planned.values())
+        for part in plan.parts:
+            part.request.in_flight = part.num_tokens
+        return plan
+
+    def _admit(self, request: Request, left: int, plan: StepPlan) -> PlanPart | None:
+        if len(self.running) >= self.config.max_num_seqs:
+            plan.bound_by = "requests"
+            return None
+        source = request.fork_of
+        if source is not None and source.status is not Status.FINISHED and source.pending > 0 and not source.num_output:
+            return None  # its prompt is about to be computed by the request it is a fork of
+        shared = 0
+        if source is not None and source.status is Status.RUNNING and not request.num_output:
+            shared = self.kv.fork(request, source, len(request.prompt_ids) - 1)
+        request.num_computed = shared or self.kv.hit(request)
+        part = self._part(request, left)
+        if part is None:
+            self.kv.free(request)
+            request.num_computed = 0
+            plan.bound_by = "blocks"
+            return None
+        if request.metrics.preemptions == 0:
+            request.metrics.cached_tokens = request.num_computed
+        self.waiting.remove(request)
+        insort(self.running, request, key=lambda r: r.arrival)
+        request.status = Status.RUNNING
+        plan.admitted.append(request)
+        return part
+
+    def _continue(
+        self, request: Request, left: int, plan: StepPlan, planned: dict[Request, PlanPart]
+    ) -> PlanPart | None:
+        while (part := self._part(request, left)) is None:
+            plan.bound_by = "blocks"
+            victim = self.policy.victim([r for r in self.running if not r.in_flight])
+            self._preempt(victim)
+            plan.preempted.append(victim)
+            planned.pop(victim, None)
+            if victim is request:
+                return None
+        return part
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the queue with no blocks; what it has generated is kept and computed again with its prompt."""
+        self.kv.free(request)
+        self.running.remove(request)
+        request.num_computed = 0
+        request.status = Status.WAITING
+        request.metrics.preemptions += 1
+        self.add(request)
+
+    def _part(self, request: Request, left: int) -> PlanPart | None:
+        """This request's share of at most `left` tokens, with the blocks for it; None if they are not to be had."""
+        drafts: list[int] = []
+        count = min(request.pending, left)
+        if request.is_decoding:
+            room = min(left - 1, request.max_tokens - len(request.token_ids))
+            drafts = self.drafts.propose(request, room)[:room] if room > 0 else []
+        elif request.pending > 1:
+            count = min(count, self.config.prefill_chunk)
+        allocation = self.kv.allocate(request, count + len(drafts))
+        if allocation is None:
+            return None
+        return PlanPart(
+            request,
+            start=request.num_computed,
+            num_tokens=count + len(drafts),
+            samples=1 + len(drafts) if count == request.pending else 0,
+            drafts=drafts,
+            was_decoding=request.is_decoding,
+            new_blocks=allocation.new_blocks,
+            copies=allocation.copies,
+        )

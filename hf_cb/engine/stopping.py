@@ -1,0 +1,25 @@
+"""When a request has had enough."""
+
+from __future__ import annotations
+
+from hf_cb.core import FinishReason, Request
+
+
+def check_stop(request: Request, now: float) -> FinishReason | None:
+    """Why a request ends after its newest token, or None. Custom checks see prompt and output, as in `generate`."""
+    params = request.params
+    if request.token_ids[-1] in params.eos_token_ids:
+        return "stop"
+    if any(check(request.token_ids) for check in params.stop_checks):
+        return "stop"
+    if request.num_output >= params.max_new_tokens:
+        return "length"
+    return "timeout" if is_late(request, now) else None
+
+
+def is_late(request: Request, now: float) -> bool:
+    """Whether a request is past its deadline, or has run for longer than its `max_time`."""
+    if request.deadline is not None and now > request.deadline:
+        return True
+    max_time = request.params.max_time
+    return max_time is not None and request.started is not None and now - request.started > max_time

@@ -1,0 +1,39 @@
+"""Every error that hf_cb raises by its own name, in one place."""
+
+from __future__ import annotations
+
+
+class HfCbError(Exception):
+    """Base of all errors that are hf_cb's own."""
+
+
+class OptionError(HfCbError, ValueError):
+    """An option that is unknown, of the wrong type or value, or not supported; the message names it."""
+
+
+class PromptError(HfCbError, ValueError):
+    """A prompt that cannot be generated from: empty, unknown token ids, too long."""
+
+
+class UnsupportedModelError(HfCbError, NotImplementedError):
+    """A model that hf_cb cannot drive; the message names the class and the reason."""
+
+
+class IncompatibleTransformersError(HfCbError, ImportError):
+    """The installed transformers lacks something that hf_cb builds on; the message names what."""
+
+
+class ManagerStoppedError(HfCbError, RuntimeError):
+    """The manager is dead, stopped or stopping; `__cause__` is the exception that killed it, if one did."""
+
+
+class QueueFullError(HfCbError, RuntimeError):
+    """More requests wait than `max_queue_size` allows."""
+
+
+class RequestFailedError(HfCbError, RuntimeError):
+    """A request ended with an error while others went on; the message is that request's own."""
+
+
+class RequestCancelledError(HfCbError, RuntimeError):
+    """The manager dropped the request before it was finished (hard stop)."""

@@ -1,0 +1,1 @@
+"""The background thread that drives an engine, and what its callers hold in their hands."""

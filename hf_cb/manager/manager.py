@@ -1,0 +1,353 @@
+"""The face of continuous batching: requests in, handles and outputs out. The thread behind it is in `loop`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_cb.config import EngineConfig
+from hf_cb.core import GenerationOutput, Request, Status, StepRecord, Update
+from hf_cb.engine.limits import check_ids, fit
+from hf_cb.engine.sampler import derive_seed
+from hf_cb.errors import ManagerStoppedError, OptionError, QueueFullError
+from hf_cb.manager.build import build_engine
+from hf_cb.models.plan import Need
+from hf_cb.manager.handle import Handle
+from hf_cb.manager.loop import EngineLoop
+from hf_cb.manager.router import Router
+from hf_cb.models.generation import Recipe, make_recipe
+from hf_cb.text.prompts import encode_prompt
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger("hf_cb")
+
+
+@dataclass(frozen=True)
+class ManagerStats:
+    """How things stand now: requests by state, KV blocks by state, and totals since the manager was made."""
+
+    running: int
+    waiting: int
+    finished: int
+    blocks_held: int
+    blocks_cached: int
+    blocks: int
+    steps: int
+    tokens: int
+
+
+class ContinuousBatchingManager:
+    """Generates for requests that come and go; made by `init_continuous_batching` and its like, not by hand.
+
+    Args:
+        model: a loaded transformers model.
+        generation_config: what requests without a config of their own use; the model's if None.
+        config: the engine's options.
+        tokenizer: for prompts that are text or chats, and for text in results.
+        need: all the work that will come, if that is known; bounds the KV cache.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        generation_config: GenerationConfig | None = None,
+        config: EngineConfig | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        need: Need | None = None,
+    ) -> None:
+        self.model = model
+        self.generation_config = generation_config
+        self.config = config or EngineConfig()
+        self.tokenizer = tokenizer
+        self.engine = build_engine(model, self.config, need)
+        self.router = Router()
+        num_threads = self.config.num_threads or torch.get_num_threads()
+        self.loop = EngineLoop(self.engine, model, self._deliver, num_threads, self.config.train_mode_timeout)
+        self._vocab_size = model.get_input_embeddings().weight.shape[0]
+        self._ids = itertools.count()
+        self._live: dict[str, Request] = {}  # guarded by _lock, as are the totals
+        self._lock = threading.Lock()
+        self._finished = 0
+        self._tokens = 0
+
+    # ----------------------------------------------------------------------------------------------------- submitting
+
+    def submit(
+        self,
+        prompt: Any,
+        generation_config: GenerationConfig | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        index: int = 0,
+        **generation_kwargs: Any,
+    ) -> Handle:
+        """Adds a request and returns its handle at once.
+
+        Args:
+            prompt: text, a chat, token ids, or what a tokenizer returns for one prompt.
+            generation_config, generation_kwargs: as for `model.generate`; `seed=` makes sampling repeatable.
+            request_id: `req_N` if None.
+            priority: for policies that look at it; higher comes first.
+            deadline: seconds from now after which the request ends with "timeout".
+
+        Raises:
+            PromptError, OptionError, TypeError, ValueError: about this request; nothing was added.
+            ManagerStoppedError: the manager is dead or stopping. QueueFullError: `max_queue_size` is reached.
+        """
+        tokenizer = tokenizer or self.tokenizer
+        prompt_ids = encode_prompt(prompt, tokenizer, chat_template_kwargs=chat_template_kwargs)
+        recipe = self.recipe(generation_config, generation_kwargs, tokenizer)
+        return self.submit_ids(
+            prompt_ids, recipe, request_id=request_id, priority=priority, deadline=deadline, index=index
+        )
+
+    def recipe(
+        self,
+        generation_config: GenerationConfig | None,
+        options: dict[str, Any],
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> Recipe:
+        """A request's options, merged with this manager's and the model's; OptionError names a bad one."""
+        return make_recipe(
+            self.model,
+            generation_config if generation_config is not None else self.generation_config,
+            options,
+            tokenizer=tokenizer or self.tokenizer,
+            default_length=self.engine.config.max_model_len,
+            logprobs=self.config.return_logprobs,
+            seed=None if self.config.seed is None else derive_seed(self.config.seed, next(self._ids)),
+        )
+
+    def submit_ids(
+        self,
+        prompt_ids: list[int],
+        recipe: Recipe,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        index: int = 0,
+    ) -> Handle:
+        """`submit` for a prompt and options that are resolved already."""
+        requests = self._make_requests(prompt_ids, recipe, request_id, priority, deadline)
+        handle = Handle(requests, self._cancel_handle, recipe.tokenizer, index)
+        self._enqueue(requests, handle)
+        return handle
+
+    def _make_requests(
+        self, prompt_ids: list[int], recipe: Recipe, request_id: str | None, priority: int, deadline: float | None
+    ) -> list[Request]:
+        """One request for each sequence, checked; all but the first are forks of it."""
+        if request_id is not None and not isinstance(request_id, str):
+            raise OptionError(f"request_id must be a string or None, not {request_id!r}.")
+        if deadline is not None and not (isinstance(deadline, (int, float)) and deadline > 0):
+            raise OptionError(f"deadline must be a positive number of seconds from now, not {deadline!r}.")
+        check_ids(prompt_ids, self._vocab_size)
+        params = recipe.for_prompt(prompt_ids)
+        end = None if deadline is None else time.perf_counter() + deadline
+        first = Request(request_id or self.next_id(), prompt_ids, params, priority, end)
+        fit(first, self.engine.config, self.engine.kv)
+        requests = [first]
+        for i in range(1, recipe.num_return_sequences):
+            own = replace(recipe.for_prompt(prompt_ids), seed=derive_seed(params.seed, i))
+            child = f"{first.request_id}__child#{i - 1}"
+            requests.append(Request(child, prompt_ids, own, priority, end, fork_of=first))
+        return requests
+
+    def next_id(self) -> str:
+        """A request id that no request of this manager has had."""
+        return f"req_{next(self._ids)}"
+
+    def _enqueue(self, requests: list[Request], handle: Handle | None, streaming: bool = False) -> None:
+        self.loop.refuse_if_stopped()
+        with self._lock:
+            limit = self.config.max_queue_size
+            queued = sum(r.status is Status.WAITING for r in self._live.values()) if limit else 0
+            if limit and queued + len(requests) > limit:
+                raise QueueFullError(f"{queued} requests wait and max_queue_size={limit}: try again later.")
+            for request in requests:
+                if request.request_id in self._live:
+                    raise OptionError(f"request_id={request.request_id!r} is in use by a live request: choose another.")
+            self._live.update({request.request_id: request for request in requests})
+        for request in requests:
+            self.router.attach(request, handle, streaming)
+        try:
+            self.loop.post_work(lambda: self._admit(requests))
+        except ManagerStoppedError:
+            with self._lock:
+                for request in requests:
+                    self._live.pop(request.request_id, None)
+                    self.router.detach(request)
+            raise
+
+    # ----------------------------------------------------------------------------------------- transformers' own calls
+
+    def add_request(
+        self,
+        input_ids: Any,
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        **generation_kwargs: Any,
+    ) -> str | None:
+        """As in transformers: the request's id, or None if the manager takes no more. Results come by `get_result`,
+        iteration, or a registered handler. Any `GenerationConfig` option may be given."""
+        given = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
+        options = {k: v for k, v in given.items() if v is not None} | generation_kwargs
+        recipe = self.recipe(None, options)
+        requests = self._make_requests(encode_prompt(input_ids, self.tokenizer), recipe, request_id, 0, None)
+        try:
+            self._enqueue(requests, None, streaming)
+        except ManagerStoppedError as refusal:
+            logger.warning("Request dropped: %s", refusal)
+            return None
+        return requests[0].request_id
+
+    def add_requests(
+        self,
+        inputs: list[Any],
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        **generation_kwargs: Any,
+    ) -> list[str | None]:
+        """`add_request` for each of the inputs."""
+        return [
+            self.add_request(ids, None, max_new_tokens, streaming, record_timestamps, **generation_kwargs)
+            for ids in inputs
+        ]
+
+    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
+        """The oldest output of `add_request`'s requests (of that one); None after `timeout` seconds."""
+        return self.router.queue.get(request_id, timeout)
+
+    def __iter__(self) -> Iterator[GenerationOutput]:
+        """Outputs of `add_request`'s requests until the manager has stopped."""
+        while (output := self.get_result()) is not None:
+            yield output
+
+    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
+        """One request's outputs, up to its last."""
+        while (output := self.get_result(request_id)) is not None:
+            yield output
+            if output.is_finished():
+                return
+
+    def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
+        """Outputs of that request go to `callback` on the running event loop."""
+        self.router.register(request_id, callback)
+
+    def cancel_request(self, request_id: str) -> None:
+        """Ends a request within a step; nothing happens if it is not alive."""
+        self.loop.post(lambda: self._cancel([request_id]))
+
+    # -------------------------------------------------------------------------------------------------------- control
+
+    @property
+    def background_thread_status(self) -> EngineLoop:
+        """Has `fatal_error`: the exception that killed the thread, or None."""
+        return self.loop
+
+    def is_running(self) -> bool:
+        return self.loop.is_running
+
+    def start(self) -> None:
+        """Starts the thread; the model is put in `eval()` while it runs."""
+        self.router.queue.reopen()
+        self.loop.start()
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """Ends the thread once all requests are done, or at once (`hard_stop`; they end with an error)."""
+        self.loop.stop("hard" if hard_stop else "flush")
+        if block:
+            self.loop.join(timeout)
+
+    def join(self, stop_trigger_time: float | None = None, timeout: float | None = None) -> None:
+        """Waits for the thread to end, at most `timeout` seconds."""
+        self.loop.join(timeout)
+
+    def destroy(self) -> None:
+        """Stops for good."""
+        self.loop.stop("destroyed")
+        self.loop.join()
+
+    def warmup(self) -> None:
+        """Nothing is left to warm up once a manager is made; kept for transformers' callers."""
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Inside, no step runs, so the weights may be changed; requests go on afterwards with the KV they have.
+
+        Raises:
+            RuntimeError: the manager is not running.
+        """
+        return self.loop.pause()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what prompts have in common: needed after writes through `.data` outside a pause."""
+        self.loop.post(self.engine.kv.pool.drop_cache)
+
+    def stats(self) -> ManagerStats:
+        """A snapshot; taken without stopping the thread, so its figures may be one step apart."""
+        pool, running = self.engine.kv.pool, len(self.engine.scheduler.running)
+        return ManagerStats(
+            running=running,
+            waiting=max(0, len(self._live) - running),
+            finished=self._finished,
+            blocks_held=pool.num_held,
+            blocks_cached=pool.num_cached,
+            blocks=pool.num_blocks,
+            steps=self.engine.num_steps,
+            tokens=self._tokens,
+        )
+
+    def trace(self) -> list[StepRecord]:
+        """The newest StepRecords, oldest first."""
+        return list(self.engine.records)
+
+    # ---------------------------------------------------------------------------------------------- by the loop's thread
+
+    def _cancel_handle(self, handle: Handle) -> None:
+        self.loop.post(lambda: self._cancel([s.request_id for s in handle.streams]))
+
+    def _admit(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.engine.admit(request)
+
+    def _cancel(self, request_ids: list[str]) -> None:
+        found = [self._live[i] for i in request_ids if i in self._live]
+        self._deliver([u for r in found if (u := self.engine.cancel(r)) is not None], None)
+
+    def _deliver(self, updates: list[Update], error: BaseException | None) -> None:
+        if error is not None:  # the loop has ended: so has every request, also one that it has not seen yet
+            updates = [Update(request, []) for request in self.router.live()]
+        with self._lock:
+            for update in updates:
+                self._tokens += len(update.new_ids)
+                if update.finished or error is not None:
+                    self._finished += 1
+                    self._live.pop(update.request.request_id, None)
+        self.router.deliver(updates, error)
+        if error is not None:
+            self.router.queue.close()

@@ -1,0 +1,140 @@
+"""Where a step's news go: to a handle, or for transformers' own calls to a callback or the shared output queue."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from hf_cb.core import GenerationOutput, Request, Update
+from hf_cb.manager.handle import Handle, make_output
+
+
+class OutputQueue:
+    """Results of `add_request`, for `get_result` and iteration: one may be asked for by id, without touching others."""
+
+    def __init__(self) -> None:
+        self._outputs: deque[GenerationOutput] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def put(self, output: GenerationOutput) -> None:
+        with self._changed:
+            self._outputs.append(output)
+            self._changed.notify_all()
+
+    def get(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
+        """The oldest output (of that request); None after `timeout` seconds or once nothing more can come."""
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while True:
+                for output in self._outputs:
+                    if request_id is None or output.request_id == request_id:
+                        self._outputs.remove(output)
+                        return output
+                left = None if end is None else end - time.monotonic()
+                if self._closed or (left is not None and left <= 0):
+                    return None
+                self._changed.wait(left)
+
+    def take_all(self, request_id: str) -> list[GenerationOutput]:
+        """Removes and returns what is there of one request, oldest first."""
+        with self._changed:
+            found = [o for o in self._outputs if o.request_id == request_id]
+            self._outputs = deque(o for o in self._outputs if o.request_id != request_id)
+            return found
+
+    def close(self) -> None:
+        """No more outputs will come: waiting readers return."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def reopen(self) -> None:
+        with self._changed:
+            self._closed = False
+
+
+class Router:
+    """Knows for each live request who wants its news. `deliver` is called by the engine's thread."""
+
+    def __init__(self) -> None:
+        self.queue = OutputQueue()
+        self._handles: dict[Request, Handle] = {}
+        self._streaming: dict[Request, bool] = {}  # requests of transformers' own calls
+        self._handlers: dict[str, tuple[Callable[[GenerationOutput], None], asyncio.AbstractEventLoop]] = {}
+        self._lock = threading.Lock()
+
+    def attach(self, request: Request, handle: Handle | None, streaming: bool = False) -> None:
+        """Before the request runs: its news go to the handle, or, without one, the way of transformers' calls."""
+        with self._lock:
+            if handle is not None:
+                self._handles[request] = handle
+            else:
+                self._streaming[request] = streaming
+
+    def detach(self, request: Request) -> None:
+        with self._lock:
+            self._handles.pop(request, None)
+            self._streaming.pop(request, None)
+
+    def live(self) -> list[Request]:
+        with self._lock:
+            return [*self._handles, *self._streaming]
+
+    def register(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
+        """Outputs of that request go to the callback, on this event loop; what came before is handed over first."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            early = self.queue.take_all(request_id)
+            if not any(output.is_finished() for output in early):
+                self._handlers[request_id] = (callback, loop)
+            for output in early:
+                loop.call_soon_threadsafe(callback, output)
+
+    def deliver(self, updates: list[Update], error: BaseException | None = None) -> None:
+        """Hands out a step's news; one wake for each event loop that waits."""
+        wakes: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+        for update in updates:
+            request, finished = update.request, update.finished or error is not None
+            with self._lock:
+                handle = self._handles.pop(request, None) if finished else self._handles.get(request)
+                streaming = self._streaming.pop(request, None) if finished else self._streaming.get(request)
+            if handle is not None:
+                output = make_output(request, error) if finished else None
+                for loop, call in handle.push(request, update.new_ids, output):
+                    if loop is None:
+                        call()
+                    else:
+                        wakes.setdefault(loop, []).append(call)
+            elif finished or (streaming and update.new_ids):
+                self._deliver_output(make_output(request, error), wakes)
+        for loop, calls in wakes.items():
+            _call_soon(loop, calls)
+
+    def _deliver_output(
+        self, output: GenerationOutput, wakes: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]]
+    ) -> None:
+        with self._lock:  # together with `register`, so that no output falls between the queue and the callback
+            entry = self._handlers.get(output.request_id)
+            if entry is None:
+                self.queue.put(output)
+                return
+            if output.is_finished():
+                del self._handlers[output.request_id]
+        callback, loop = entry
+        wakes.setdefault(loop, []).append(lambda: callback(output))
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, calls: list[Callable[[], None]]) -> None:
+    def run_all() -> None:
+        for call in calls:
+            call()
+
+    try:
+        loop.call_soon_threadsafe(run_all)
+    except RuntimeError:  # the reader's loop is closed: nobody is there to be told
+        return
+

@@ -1,0 +1,190 @@
+"""The calls that a model gets: arguments as a user writes them, turned into what `manager.calls` works on."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_cb.config import EngineConfig
+from hf_cb.core import Delta, GenerationOutput
+from hf_cb.manager import calls, kept
+from hf_cb.manager.manager import ContinuousBatchingManager
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+
+@dataclass
+class Settings:
+    """What hf_cb was switched on with, for one model or for all."""
+
+    config: EngineConfig
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+    def config_of(self, config: Any, generation_config: Any = None) -> EngineConfig:
+        """The engine's options for a call that was given `config`."""
+        if config is None:
+            config = getattr(generation_config, "continuous_batching_config", None)
+        return self.config if config is None else EngineConfig.of(config)
+
+    def tokenizer_of(self, model: Any, tokenizer: Any) -> Any:
+        """The one given, or the one from `accelerate`, or the one in the model's own folder."""
+        return tokenizer or self.tokenizer or _folder_tokenizer(model)
+
+
+def generate_batch(
+    settings: Settings,
+    self: Any,
+    inputs: Any = None,
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    record_timestamps: bool = False,
+    progress_bar: bool = False,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **generation_kwargs: Any,
+) -> dict[str, GenerationOutput]:
+    """Generates for many prompts at once by continuous batching: all results by request id, in the order of the inputs.
+
+    Args:
+        inputs: text, a chat, token ids, or a batch of any of them; tensors; what a tokenizer returns.
+        generation_config: one for all, or a list with one for each input.
+        continuous_batching_config: transformers' ContinuousBatchingConfig or an hf_cb.EngineConfig.
+        record_timestamps: give each token's time.
+        progress_bar: show finished requests and tokens per second.
+        persistent_manager: keep the manager and its prefix cache for the next call.
+        warmup: without effect; nothing needs it.
+        tokenizer: for text and chats.
+        generation_kwargs: any `GenerationConfig` option, `seed`, `attention_mask`, `chat_template_kwargs`,
+            `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn`.
+    """
+    batch = _batch(settings, self, inputs, generation_config, continuous_batching_config, tokenizer, generation_kwargs)
+    batch.persistent = persistent_manager
+    return calls.generate_batch(self, batch, record_timestamps=record_timestamps, progress_bar=progress_bar)
+
+
+def stream_batch(
+    settings: Settings,
+    self: Any,
+    inputs: Any = None,
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **generation_kwargs: Any,
+) -> Generator[Delta]:
+    """Tokens and text of many prompts as they come; arguments as for `generate_batch`."""
+    batch = _batch(settings, self, inputs, generation_config, continuous_batching_config, tokenizer, generation_kwargs)
+    return calls.stream_batch(self, batch)
+
+
+def iterate_batch(
+    settings: Settings,
+    self: Any,
+    inputs: Any = None,
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **generation_kwargs: Any,
+) -> Generator[GenerationOutput]:
+    """Whole results as each finishes (see their `index`); arguments as for `generate_batch`. Endless inputs are fine."""
+    batch = _batch(settings, self, inputs, generation_config, continuous_batching_config, tokenizer, generation_kwargs)
+    return calls.iterate_batch(self, batch)
+
+
+def init_continuous_batching(
+    settings: Settings,
+    self: Any,
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: Any = None,
+    workload_hints: Any = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> ContinuousBatchingManager:
+    """A manager, not started; the kept one if there is one."""
+    config = settings.config_of(continuous_batching_config, generation_config)
+    return kept.get_manager(self, config, settings.tokenizer_of(self, tokenizer), generation_config)
+
+
+def continuous_batching_context_manager(
+    settings: Settings,
+    self: Any,
+    generation_config: GenerationConfig | None = None,
+    block: bool = True,
+    timeout: float | None = None,
+    continuous_batching_config: Any = None,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    workload_hints: Any = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> AbstractContextManager[ContinuousBatchingManager]:
+    """A running manager for a `with` block; at its end all requests are finished."""
+    return kept.open_manager(
+        self,
+        settings.config_of(continuous_batching_config, generation_config),
+        settings.tokenizer_of(self, tokenizer),
+        persistent_manager,
+        generation_config=generation_config,
+        block=block,
+        timeout=timeout,
+    )
+
+
+def destroy_cached_continuous_batching_manager(settings: Settings, self: Any) -> None:
+    """Destroys the kept manager and frees its cache."""
+    kept.drop_kept_manager(self)
+
+
+METHODS = {
+    "generate_batch": generate_batch,
+    "stream_batch": stream_batch,
+    "iterate_batch": iterate_batch,
+    "init_continuous_batching": init_continuous_batching,
+    "continuous_batching_context_manager": continuous_batching_context_manager,
+    "destroy_cached_continuous_batching_manager": destroy_cached_continuous_batching_manager,
+}
+NEW = ("stream_batch", "iterate_batch")  # transformers has nothing of that name
+
+
+def _batch(
+    settings: Settings,
+    model: Any,
+    inputs: Any,
+    generation_config: Any,
+    config: Any,
+    tokenizer: Any,
+    options: dict[str, Any],
+) -> calls.Batch:
+    """The arguments of a call, sorted; `generate_batch(**tokenizer(...))` works too."""
+    options.pop("token_type_ids", None)
+    if inputs is None:
+        inputs = options.pop("input_ids", None)
+    if inputs is None:
+        raise TypeError("inputs are missing: pass prompts, or input_ids as a tokenizer returns them.")
+    return calls.Batch(
+        inputs=inputs,
+        generation_config=generation_config,
+        config=settings.config_of(config, generation_config),
+        tokenizer=settings.tokenizer_of(model, tokenizer),
+        attention_mask=options.pop("attention_mask", None),
+        chat_template_kwargs=options.pop("chat_template_kwargs", None),
+        options=options,
+    )
+
+
+def _folder_tokenizer(model: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = getattr(model.config, "_name_or_path", "")
+    if not folder:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError):  # a folder without a tokenizer: ids in, ids out
+        return None

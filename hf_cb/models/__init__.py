@@ -1,0 +1,1 @@
+"""How a model is driven, and what its generation config means for one request."""

@@ -1,0 +1,238 @@
+"""What a GenerationConfig means for one request, by `generate`'s own merge and with `generate`'s own processors.
+
+Unset fields come from the model's generation config and then from the defaults. Every option is honoured, or without
+meaning here (`NEUTRAL`), or refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from hf_cb.core import SamplingParams, StopCheck
+from hf_cb.errors import OptionError, PromptError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# Without meaning in continuous batching: accepted with any value, and no answer depends on them
+NEUTRAL = frozenset(
+    {"use_cache", "cache_implementation", "cache_config", "max_cache_len", "compile_config", "disable_compile"}
+    | {"continuous_batching_config", "prefill_chunk_size", "low_memory", "pad_token_id", "bos_token_id"}
+    | {"decoder_start_token_id", "transformers_version", "early_stopping", "length_penalty", "is_assistant"}
+    | {"num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"}
+    | {"assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "max_matching_ngram_size"}
+)
+
+# Refused unless they have the value that switches them off
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0.0,),
+    "constraints": (),
+    "force_words_ids": (),
+    "penalty_alpha": (0.0,),
+    "dola_layers": (),
+    "use_mtp": (False,),
+    "prompt_lookup_num_tokens": (),
+    "assistant_early_exit": (),
+    "speculation_type": (),
+    "token_healing": (False,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+    "output_scores": (False,),
+    "output_logits": (False,),
+    "return_dict_in_generate": (False,),
+}
+
+# `generate`'s arguments that are not in GenerationConfig
+_PER_REQUEST = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+_PER_REQUEST += ("negative_prompt_ids", "negative_prompt_attention_mask", "seed")
+
+
+@dataclass
+class Recipe:
+    """Options merged and checked once; `for_prompt` makes one request's SamplingParams of them."""
+
+    model: PreTrainedModel
+    config: GenerationConfig
+    extras: dict[str, Any] = field(default_factory=dict)
+    tokenizer: PreTrainedTokenizerBase | None = None
+    default_length: int = 0
+    logprobs: bool = False
+    seed: int | None = None
+
+    @property
+    def num_return_sequences(self) -> int:
+        return self.config.num_return_sequences or 1
+
+    def longest_output(self, prompt_length: int) -> int:
+        """How many tokens a prompt of this length may get, before any limit of model or cache."""
+        if self.config.max_new_tokens is not None:
+            return self.config.max_new_tokens
+        return (self.config.max_length or self.default_length + 1) - prompt_length
+
+    def for_prompt(self, prompt_ids: Sequence[int]) -> SamplingParams:
+        """Raises PromptError if this prompt leaves nothing to generate."""
+        config, length = copy.copy(self.config), len(prompt_ids)
+        given = config.max_new_tokens is not None or config.max_length is not None
+        config.max_new_tokens = self.longest_output(length)
+        if config.max_new_tokens < 1 and config.max_length is not None:
+            raise PromptError(
+                f"The prompt has {length} tokens and max_length={config.max_length} leaves none to generate: raise "
+                f"max_length, or give max_new_tokens instead."
+            )
+        config.max_length = length + config.max_new_tokens
+        if config.min_new_tokens is not None:
+            config.min_length = length + config.min_new_tokens
+        eos = config.eos_token_id
+        return SamplingParams(
+            max_new_tokens=max(1, config.max_new_tokens),
+            length_is_given=given,
+            eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+            do_sample=bool(config.do_sample),
+            seed=self._seed() if config.do_sample else 0,
+            process=self._processors(config, prompt_ids),
+            stop_checks=self._stop_checks(config),
+            max_time=config.max_time,
+            logprobs=self.logprobs,
+        )
+
+    def _seed(self) -> int:
+        if self.seed is not None:
+            return self.seed
+        return int(torch.randint(2**63 - 1, ()))  # so that set_seed() before a call repeats it
+
+    def _processors(self, config: GenerationConfig, prompt_ids: Sequence[int]) -> LogitsProcessorList | None:
+        device = self.model.device
+        options = {k: self.extras.get(k) for k in ("prefix_allowed_tokens_fn", "logits_processor")}
+        options |= {k: self.extras.get(k) for k in ("negative_prompt_ids", "negative_prompt_attention_mask")}
+        self.model._prepare_special_tokens(config, True, device=device, batch_size=1)
+        processors = self.model._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=len(prompt_ids),
+            encoder_input_ids=torch.tensor([list(prompt_ids)], device=device),
+            device=device,
+            model_kwargs={},
+            **options,
+        )
+        return processors if len(processors) else None
+
+    def _stop_checks(self, config: GenerationConfig) -> tuple[StopCheck, ...]:
+        config = copy.copy(config)
+        config.max_length = config.max_time = None  # the engine checks both itself, and eos
+        config._eos_token_tensor = None
+        custom = StoppingCriteriaList(self.extras.get("stopping_criteria") or [])
+        criteria = self.model._get_stopping_criteria(config, custom, tokenizer=self.tokenizer)
+        return tuple(_as_stop_check(c, self.model.device) for c in criteria)
+
+
+def make_recipe(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig | None,
+    options: dict[str, Any],
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    default_length: int,
+    logprobs: bool = False,
+    seed: int | None = None,
+) -> Recipe:
+    """Merges and checks the options of a request.
+
+    Raises:
+        OptionError: an option that is unknown, wrong or not supported, by its name.
+    """
+    if generation_config is not None and not isinstance(generation_config, GenerationConfig):
+        raise OptionError(f"generation_config must be a GenerationConfig, not {type(generation_config).__name__}.")
+    options = dict(options)
+    extras = {name: options.pop(name) for name in _PER_REQUEST if name in options}
+    known = vars(GenerationConfig())
+    for name in options:
+        if name not in known:
+            raise OptionError(f"Unknown option {name!r}: it is neither in GenerationConfig nor one of {_PER_REQUEST}.")
+    _check_values(options)
+    own_seed = extras.pop("seed", None)
+    if own_seed is not None and (isinstance(own_seed, bool) or not isinstance(own_seed, int)):
+        raise OptionError(f"seed must be a whole number or None, not {own_seed!r}.")
+    config = _merge(model, generation_config, options)
+    _check_refused(config)
+    if config.stop_strings is not None and tokenizer is None:
+        raise OptionError(f"stop_strings={config.stop_strings!r} needs a tokenizer: pass tokenizer=.")
+    if config.eos_token_id == -1:
+        config.eos_token_id = None
+    return Recipe(
+        model, config, extras, tokenizer, default_length, logprobs, own_seed if own_seed is not None else seed
+    )
+
+
+def _merge(model: PreTrainedModel, config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
+    """By `generate`'s own rules, except for its built-in length of 20 tokens: that is not anybody's wish."""
+    where_set = (options.get("max_length"), getattr(config, "max_length", None), model.generation_config.max_length)
+    length_is_set = any(v is not None for v in where_set)
+    # the config and separate options together are fine here, and transformers would warn about it
+    given = copy.deepcopy(config) if config is not None else GenerationConfig()
+    given.update(**options)
+    _check_values({k: v for k, v in vars(given).items() if v is not None})
+    merged, _ = model._prepare_generation_config(given)
+    if not length_is_set:
+        merged.max_length = None
+    return merged
+
+
+def _check_values(options: dict[str, Any]) -> None:
+    """Raises OptionError for the values that people get wrong, before anything runs."""
+    for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences", "top_k"):
+        value = options.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise OptionError(f"{name} must be a whole number, not {value!r}.")
+        least = 1 if name in ("max_new_tokens", "max_length", "num_return_sequences") else 0
+        if value < least:
+            raise OptionError(f"{name} must be at least {least}, not {value}.")
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "max_time"):
+        value = options.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise OptionError(f"{name} must be a number, not {value!r}.")
+    if options.get("max_time") is not None and options["max_time"] <= 0:
+        raise OptionError(f"max_time must be more than 0 seconds, not {options['max_time']!r}.")
+
+
+def _check_refused(config: GenerationConfig) -> None:
+    for name, off in REFUSED.items():
+        value = getattr(config, name, None)
+        if value is not None and value not in off:
+            raise OptionError(f"{name}={value!r} is not supported by hf_cb: use model.generate for it, or leave it unset.")
+
+
+def _as_stop_check(criteria: Callable[..., Any], device: torch.device) -> StopCheck:
+    def check(token_ids: Sequence[int]) -> bool:
+        done = criteria(torch.tensor([token_ids], device=device), None)
+        return bool(done.all()) if isinstance(done, torch.Tensor) else bool(done)
+
+    return check
+
+
+def missing(model_class: type) -> list[str]:
+    """What this file calls on a model and the installed transformers does not have."""
+    names = {
+        "_prepare_generation_config": ("generation_config",),
+        "_prepare_special_tokens": ("generation_config", "device", "batch_size"),
+        "_get_logits_processor": ("generation_config", "input_ids_seq_length", "logits_processor"),
+        "_get_stopping_criteria": ("generation_config", "tokenizer"),
+        "_supports_logits_to_keep": (),
+    }
+    gone = []
+    for name, parameters in names.items():
+        method = getattr(model_class, name, None)
+        if method is None or not set(parameters) <= set(inspect.signature(method).parameters):
+            gone.append(f"{model_class.__name__}.{name}({', '.join(parameters)})")
+    return gone
+
+

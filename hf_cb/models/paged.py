@@ -1,0 +1,174 @@
+"""A model driven with paged KV: its own forward, with attention and masks intercepted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_cb.attention.backend import AttentionBackend
+from hf_cb.attention.interception import AttentionCall, stepping
+from hf_cb.core import LayerFacts, StepBatch
+from hf_cb.errors import UnsupportedModelError
+from hf_cb.kernels.reference.paged_attention import chunk_attention
+from hf_cb.models.groups import LayerGroup, storage_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CallKey = tuple[int, int]  # (id of the module, how many times it has attended in this forward)
+
+
+@dataclass
+class Trace:
+    """The attention calls of a model, in order, as one small forward showed them."""
+
+    keys: list[CallKey] = field(default_factory=list)
+    layers: list[LayerFacts] = field(default_factory=list)
+    calls: list[AttentionCall] = field(default_factory=list)
+
+
+@dataclass
+class _Tracing:
+    """A step that takes notes, and attends within its own few tokens."""
+
+    trace: Trace = field(default_factory=Trace)
+    counts: Counter[int] = field(default_factory=Counter)
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, sinks: Tensor | None
+    ) -> Tensor:
+        self.trace.keys.append((id(module), self.counts[id(module)]))
+        self.counts[id(module)] += 1
+        self.trace.calls.append(call)
+        self.trace.layers.append(
+            LayerFacts(
+                num_heads=q.shape[1],
+                num_kv_heads=k.shape[1],
+                head_dim=k.shape[2],
+                v_head_dim=v.shape[2],
+                scale=call.scale,
+                dtype=k.dtype,
+                device=k.device,
+                window=call.window,
+                chunk=call.chunk,
+                softcap=call.softcap,
+                has_sinks=call.has_sinks,
+            )
+        )
+        options = (call.window, call.chunk, call.softcap, sinks)
+        return chunk_attention(q, k.transpose(0, 1), v.transpose(0, 1), 0, 0, call.scale, *options)
+
+
+@torch.no_grad()
+def trace_layers(model: PreTrainedModel) -> Trace:
+    """Runs two tokens through the model and notes what its attention calls look like.
+
+    Raises:
+        UnsupportedModelError: no attention call reached us, or one that we cannot compute.
+    """
+    step = _Tracing()
+    with stepping(step):
+        model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), **_positions(0, 2, model.device))
+    if not step.trace.layers:
+        raise UnsupportedModelError(f"{type(model).__name__} reaches no attention function that hf_cb can page.")
+    return step.trace
+
+
+def _positions(start: int, end: int, device: Any) -> dict[str, Any]:
+    return {"position_ids": torch.arange(start, end, device=device)[None], "use_cache": False}
+
+
+class PagedModel:
+    """What the engine's runner calls: `forward(batch) -> logits`. Owns the KV storages."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        trace: Trace,
+        groups: Sequence[LayerGroup],
+        backend: AttentionBackend,
+        num_blocks: int,
+        block_size: int,
+    ) -> None:
+        self.model = model
+        self.trace = trace
+        self.groups = list(groups)
+        self.backend = backend
+        # one block more than the pool hands out: block 0 is the null block
+        self.storages = [
+            backend.allocate(trace.layers[i], num_blocks + 1, block_size) for i in storage_layers(self.groups)
+        ]
+        self._index = {key: i for i, key in enumerate(trace.keys)}
+        self._place = {
+            layer: (g, storage)
+            for g, group in enumerate(self.groups)
+            for layer, storage in zip(group.layers, group.storages, strict=True)
+        }
+        self._picks_rows = model._supports_logits_to_keep()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def weights_key(self) -> object:
+        """Moves when a parameter was written to or replaced (writes through `.data` leave no trace)."""
+        return tuple(
+            (p.data_ptr(), -1 if p.is_inference() else p._version) for p in self.model.parameters()
+        )  # meta tensors of offloaded layers have pointer 0, and a version
+
+    def salt(self) -> bytes:
+        """The active adapters, which keys and values depend on."""
+        if not getattr(self.model, "_hf_peft_config_loaded", False):
+            return b""
+        return repr(self.model.active_adapters()).encode()
+
+    @torch.no_grad()
+    def forward(self, batch: StepBatch) -> Tensor:
+        """The logits `[S, V]` of the batch's `logits_rows`; keys and values go to the cache on the way."""
+        self._prepare_blocks(batch)
+        wanted = {"logits_to_keep": batch.logits_rows} if self._picks_rows else {}
+        with stepping(_PagedStep(self, batch)):
+            out = self.model(
+                input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, **wanted
+            )
+        return out.logits[0] if self._picks_rows else out.logits[0, batch.logits_rows]
+
+    def _prepare_blocks(self, batch: StepBatch) -> None:
+        for group, part in zip(self.groups, batch.groups, strict=True):
+            for storage in group.storages if part.cleared else ():
+                self.backend.clear_blocks(self.storages[storage], part.cleared)
+            for storage in group.storages if part.copies else ():
+                self.backend.copy_blocks(self.storages[storage], part.copies)
+
+
+class _PagedStep:
+    """The attention of one step of a PagedModel."""
+
+    def __init__(self, owner: PagedModel, batch: StepBatch) -> None:
+        self.owner = owner
+        self.batch = batch
+        self.counts: Counter[int] = Counter()
+        self.metas: dict[tuple[int, torch.device], Any] = {}
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, sinks: Tensor | None
+    ) -> Tensor:
+        owner = self.owner
+        key = (id(module), self.counts[id(module)])
+        self.counts[id(module)] += 1
+        index = owner._index.get(key)
+        if index is None or owner.trace.calls[index] != call:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} attends otherwise than when it was traced ({call}); was the model changed?"
+            )
+        layer = owner.trace.layers[index]
+        group, storage = owner._place[index]
+        meta = self.metas.get((group, q.device))
+        if meta is None:
+            meta = self.metas[group, q.device] = owner.backend.prepare(self.batch, self.batch.groups[group], q.device)
+        return owner.backend.attend(owner.storages[storage], layer, q, k, v, meta, sinks)

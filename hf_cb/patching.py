@@ -1,0 +1,193 @@
+"""patch, unpatch, accelerate, restore: how transformers' models get their new calls, and lose them again.
+
+This is the only file that touches transformers' classes. Methods are put on the class that all models inherit them from,
+and look each time whether hf_cb is on for this model; nothing is ever stored on a model, so that copying, saving and
+pickling it work as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from hf_cb.attention import interception
+from hf_cb.config import EngineConfig
+from hf_cb.errors import IncompatibleTransformersError, OptionError
+from hf_cb.manager import kept
+from hf_cb.methods import METHODS, NEW, Settings
+from hf_cb.models import explain as explaining
+from hf_cb.models import generation
+from hf_cb.models.support import check_supported
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+_lock = threading.RLock()
+_patched: Settings | None = None
+_accelerated: weakref.WeakKeyDictionary[Any, Settings] = weakref.WeakKeyDictionary()
+_finalizers: dict[int, weakref.finalize] = {}
+_originals: dict[str, Any] = {}
+_users = 0
+
+
+def patch(**options: Any) -> None:
+    """Every transformers model batches through hf_cb from now on; calling it again changes the options.
+
+    Args:
+        options: fields of `EngineConfig`. `modules` is refused: it changes models, so it is for `accelerate`.
+
+    Raises:
+        OptionError: an unknown option. IncompatibleTransformersError: transformers lacks something; nothing is changed.
+    """
+    global _patched
+    if "modules" in options:
+        raise OptionError(f"modules={options['modules']!r} changes one model: give it to hf_cb.accelerate(model).")
+    settings = Settings(EngineConfig.of(None, **options))
+    with _lock:
+        if _patched is None:
+            _acquire()
+        _patched = settings
+
+
+def unpatch() -> None:
+    """Undoes `patch`; models that were accelerated one by one stay so. Harmless if nothing is patched."""
+    global _patched
+    with _lock:
+        if _patched is not None:
+            _patched = None
+            _release()
+
+
+def accelerate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any
+) -> PreTrainedModel:
+    """This model batches through hf_cb from now on; returns it. Calling it again changes tokenizer and options.
+
+    Args:
+        tokenizer: for prompts that are text or chats, and for text in results; the model's own folder has it if None.
+        options: fields of `EngineConfig`.
+
+    Raises:
+        UnsupportedModelError, OptionError, IncompatibleTransformersError: nothing is changed then.
+    """
+    settings = Settings(EngineConfig.of(None, **options), tokenizer)
+    check_supported(model)
+    with _lock:
+        if model not in _accelerated:
+            _acquire()
+            _finalizers[id(model)] = weakref.finalize(model, _forget, id(model))
+            _finalizers[id(model)].atexit = False
+        _accelerated[model] = settings
+    return model
+
+
+def restore(model: PreTrainedModel) -> PreTrainedModel:
+    """Undoes `accelerate`, and destroys a manager that is kept with the model. Harmless on any other model."""
+    with _lock:
+        if _accelerated.pop(model, None) is not None:
+            kept.drop_kept_manager(model)
+            _finalizers[id(model)].detach()
+            _forget(id(model))
+    return model
+
+
+def explain(model: PreTrainedModel) -> explaining.Explanation:
+    """Which path, backend and sizes a model takes, and why; print it. Works on any model, patched or not."""
+    interception.install()
+    try:
+        settings = _settings_of(model)
+        return explaining.explain(model, settings.config if settings else EngineConfig())
+    finally:
+        interception.uninstall()
+
+
+def _forget(key: int) -> None:
+    with _lock:
+        del _finalizers[key]
+        _release()
+
+
+def _settings_of(model: Any) -> Settings | None:
+    return _accelerated.get(model) or _patched
+
+
+# --------------------------------------------------------------------------------------------------------- installation
+
+
+def _acquire() -> None:
+    """Puts the calls on transformers' class; counted."""
+    global _users
+    if _users == 0:
+        _check_transformers()
+        interception.install()
+        _install()
+    _users += 1
+
+
+def _release() -> None:
+    global _users
+    _users -= 1
+    if _users == 0:
+        _uninstall()
+        interception.uninstall()
+
+
+def _check_transformers() -> None:
+    from transformers import GenerationMixin
+
+    gone = interception.missing() + generation.missing(GenerationMixin)
+    mixin = _mixin()
+    gone += [f"{mixin.__name__}.{name}" for name in METHODS if name not in NEW and not hasattr(mixin, name)]
+    if gone:
+        import transformers
+
+        raise IncompatibleTransformersError(
+            f"transformers {transformers.__version__} lacks {', '.join(gone)}, which hf_cb builds on: install a version "
+            f"that hf_cb supports (>=5.17,<6)."
+        )
+
+
+def _mixin() -> Any:
+    from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
+
+    return ContinuousMixin
+
+
+def _install() -> None:
+    mixin = _mixin()
+    for name, method in METHODS.items():
+        original = vars(mixin).get(name)
+        if original is not None:
+            _originals[name] = original
+        setattr(mixin, name, _dispatch(name, method, original))
+
+
+def _uninstall() -> None:
+    mixin = _mixin()
+    for name in METHODS:
+        if name in _originals:
+            setattr(mixin, name, _originals.pop(name))
+        else:
+            delattr(mixin, name)
+
+
+def _dispatch(name: str, method: Any, original: Any) -> Any:
+    """`method` on models that hf_cb is on for, else what was there before."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = _settings_of(self)
+        if settings is not None:
+            return method(settings, self, *args, **kwargs)
+        if original is None:
+            raise AttributeError(f"{type(self).__name__}.{name} needs hf_cb.patch() or hf_cb.accelerate(model).")
+        return original(self, *args, **kwargs)
+
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__qualname__ = f"ContinuousMixin.{name}"
+    return call
