@@ -1,0 +1,54 @@
+"""Fixtures for all tests. transformers' own warnings about unusual options are not what these tests are about."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import transformers
+from tiny_models import make_model
+
+import hf_cb
+from hf_cb.attention import interception
+
+transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Tiny models are fastest on one thread, and tests run side by side."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """After every test: transformers as before, and no thread of ours."""
+    yield
+    hf_cb.unpatch()
+    gc.collect()
+    assert interception._users == 0, "a test left the interception installed"
+    ours = [t for t in threading.enumerate() if t.name == "hf_cb"]
+    for thread in ours:
+        thread.join(5)
+    assert not [t for t in ours if t.is_alive()], "a test left a manager running"
+
+
+@pytest.fixture(scope="session")
+def shared_llama() -> transformers.PreTrainedModel:
+    """For tests that do not change it."""
+    return make_model("Llama")
+
+
+@pytest.fixture
+def llama() -> transformers.PreTrainedModel:
+    return make_model("Llama")
+
+
+@pytest.fixture
+def patched() -> Iterator[None]:
+    hf_cb.patch()
+    yield
+    hf_cb.unpatch()
