@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_cb.core import PlanPart, Request
-
-_MASK = (1 << 64) - 1
+from hf_cb.seeds import uniform
 
 
 @dataclass
@@ -106,20 +105,3 @@ def pick(scores: Tensor, u: float) -> int:
     target = cumulated[-1] * u  # so that rounding in the sum cannot push u past the end
     token = int(torch.searchsorted(cumulated, target, right=True))
     return min(token, scores.shape[-1] - 1)
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from a seed and a position: two rounds of splitmix64 (Steele et al., 2014)."""
-    return (_splitmix(_splitmix(seed & _MASK) ^ position) >> 11) * 2.0**-53
-
-
-def _splitmix(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
-
-
-def derive_seed(seed: int, child: int) -> int:
-    """The seed of the i-th of several sequences for one prompt; the first keeps the seed itself."""
-    return seed if child == 0 else _splitmix(_splitmix(seed & _MASK) + child)

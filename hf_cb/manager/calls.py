@@ -17,8 +17,9 @@ from hf_cb.errors import OptionError, PromptError
 from hf_cb.models.plan import Need, model_length
 from hf_cb.manager.handle import Handle, Reader
 from hf_cb.manager.kept import open_manager
-from hf_cb.manager.manager import ContinuousBatchingManager
+from hf_cb.manager.manager import ContinuousBatchingManager, ManagerStats
 from hf_cb.models.generation import Recipe, make_recipe
+from hf_cb.seeds import seed_sequence
 from hf_cb.text.prompts import iter_encoded
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Batch:
     def recipes(self, model: PreTrainedModel) -> Iterator[Recipe]:
         """Each prompt's options, merged and checked; without end if one config is for all."""
         per_input = isinstance(self.generation_config, Sequence)
+        seeds = seed_sequence(self.config.seed)
         for config in self.generation_config if per_input else [self.generation_config]:
             recipe = make_recipe(
                 model,
@@ -58,7 +60,7 @@ class Batch:
                 tokenizer=self.tokenizer,
                 default_length=self.config.max_model_len or model_length(model),
                 logprobs=self.config.return_logprobs,
-                seed=self.config.seed,
+                seeds=seeds,
             )
             yield recipe
             while not per_input:
@@ -76,10 +78,11 @@ def generate_batch(
     need = _need(recipes, batch.config.max_model_len or model_length(model))
     outputs: list[GenerationOutput] = []
     with _session(model, batch, need) as session:
+        before = session.manager.stats()
         submitted = [session.submit(prompt, recipe, i) for i, (prompt, recipe) in enumerate(recipes)]
         handles = [item for item in submitted if isinstance(item, Handle)]
         if progress_bar:
-            _show_progress(session.manager, handles)
+            _show_progress(session.manager, handles, before)
         for item in submitted:
             outputs += item.outputs() if isinstance(item, Handle) else [item]
     for output in outputs:
@@ -200,18 +203,17 @@ def _need(recipes: list[tuple[Any, Recipe]], max_model_len: int) -> Need:
     return Need(max(1, tokens), max(1, seqs))
 
 
-def _show_progress(manager: ContinuousBatchingManager, handles: list[Handle]) -> None:
+def _show_progress(manager: ContinuousBatchingManager, handles: list[Handle], before: ManagerStats) -> None:
     """A bar of finished sequences with the tokens per second so far; returns when all are done."""
     total = sum(len(h.streams) for h in handles)
     with tqdm(total=total, desc=f"Generating for {total} requests", unit="req") as bar:
-        before = manager.stats()
         for handle in handles:
             while not handle.wait(0.2):
                 _update_bar(bar, manager, before)
         _update_bar(bar, manager, before)
 
 
-def _update_bar(bar: Any, manager: ContinuousBatchingManager, before: Any) -> None:
+def _update_bar(bar: Any, manager: ContinuousBatchingManager, before: ManagerStats) -> None:
     now = manager.stats()
     tokens, seconds = now.tokens - before.tokens, bar.format_dict["elapsed"]
     bar.set_postfix_str(f"{tokens / max(seconds, 1e-9):.0f} tok/s", refresh=False)

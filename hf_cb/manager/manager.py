@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,23 +12,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_cb.config import EngineConfig
-from hf_cb.core import GenerationOutput, Request, Status, StepRecord, Update
+from hf_cb.core import Request, Status, StepRecord, Update
 from hf_cb.engine.limits import check_ids, fit
-from hf_cb.engine.sampler import derive_seed
 from hf_cb.errors import ManagerStoppedError, OptionError, QueueFullError
 from hf_cb.manager.build import build_engine
 from hf_cb.models.plan import Need
 from hf_cb.manager.handle import Handle
+from hf_cb.manager.compat import TransformersCalls
 from hf_cb.manager.loop import EngineLoop
 from hf_cb.manager.router import Router
 from hf_cb.models.generation import Recipe, make_recipe
+from hf_cb.seeds import derive_seed, seed_sequence
 from hf_cb.text.prompts import encode_prompt
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-logger = logging.getLogger("hf_cb")
-
 
 @dataclass(frozen=True)
 class ManagerStats:
@@ -46,7 +42,7 @@ class ManagerStats:
     tokens: int
 
 
-class ContinuousBatchingManager:
+class ContinuousBatchingManager(TransformersCalls):
     """Generates for requests that come and go; made by `init_continuous_batching` and its like, not by hand.
 
     Args:
@@ -75,6 +71,7 @@ class ContinuousBatchingManager:
         self.loop = EngineLoop(self.engine, model, self._deliver, num_threads, self.config.train_mode_timeout)
         self._vocab_size = model.get_input_embeddings().weight.shape[0]
         self._ids = itertools.count()
+        self._seeds = seed_sequence(self.config.seed)
         self._live: dict[str, Request] = {}  # guarded by _lock, as are the totals
         self._lock = threading.Lock()
         self._finished = 0
@@ -129,7 +126,7 @@ class ContinuousBatchingManager:
             tokenizer=tokenizer or self.tokenizer,
             default_length=self.engine.config.max_model_len,
             logprobs=self.config.return_logprobs,
-            seed=None if self.config.seed is None else derive_seed(self.config.seed, next(self._ids)),
+            seeds=self._seeds,
         )
 
     def submit_ids(
@@ -193,69 +190,6 @@ class ContinuousBatchingManager:
                     self._live.pop(request.request_id, None)
                     self.router.detach(request)
             raise
-
-    # ----------------------------------------------------------------------------------------- transformers' own calls
-
-    def add_request(
-        self,
-        input_ids: Any,
-        request_id: str | None = None,
-        max_new_tokens: int | None = None,
-        streaming: bool = False,
-        record_timestamps: bool = False,
-        eos_token_id: int | list[int] | None = None,
-        **generation_kwargs: Any,
-    ) -> str | None:
-        """As in transformers: the request's id, or None if the manager takes no more. Results come by `get_result`,
-        iteration, or a registered handler. Any `GenerationConfig` option may be given."""
-        given = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
-        options = {k: v for k, v in given.items() if v is not None} | generation_kwargs
-        recipe = self.recipe(None, options)
-        requests = self._make_requests(encode_prompt(input_ids, self.tokenizer), recipe, request_id, 0, None)
-        try:
-            self._enqueue(requests, None, streaming)
-        except ManagerStoppedError as refusal:
-            logger.warning("Request dropped: %s", refusal)
-            return None
-        return requests[0].request_id
-
-    def add_requests(
-        self,
-        inputs: list[Any],
-        max_new_tokens: int | None = None,
-        streaming: bool = False,
-        record_timestamps: bool = False,
-        **generation_kwargs: Any,
-    ) -> list[str | None]:
-        """`add_request` for each of the inputs."""
-        return [
-            self.add_request(ids, None, max_new_tokens, streaming, record_timestamps, **generation_kwargs)
-            for ids in inputs
-        ]
-
-    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
-        """The oldest output of `add_request`'s requests (of that one); None after `timeout` seconds."""
-        return self.router.queue.get(request_id, timeout)
-
-    def __iter__(self) -> Iterator[GenerationOutput]:
-        """Outputs of `add_request`'s requests until the manager has stopped."""
-        while (output := self.get_result()) is not None:
-            yield output
-
-    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
-        """One request's outputs, up to its last."""
-        while (output := self.get_result(request_id)) is not None:
-            yield output
-            if output.is_finished():
-                return
-
-    def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
-        """Outputs of that request go to `callback` on the running event loop."""
-        self.router.register(request_id, callback)
-
-    def cancel_request(self, request_id: str) -> None:
-        """Ends a request within a step; nothing happens if it is not alive."""
-        self.loop.post(lambda: self._cancel([request_id]))
 
     # -------------------------------------------------------------------------------------------------------- control
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,7 @@ class Recipe:
     default_length: int = 0
     logprobs: bool = False
     seed: int | None = None
+    seeds: Iterator[int] | None = None  # for requests without a seed of their own
 
     @property
     def num_return_sequences(self) -> int:
@@ -107,6 +108,8 @@ class Recipe:
     def _seed(self) -> int:
         if self.seed is not None:
             return self.seed
+        if self.seeds is not None:
+            return next(self.seeds)
         return int(torch.randint(2**63 - 1, ()))  # so that set_seed() before a call repeats it
 
     def _processors(self, config: GenerationConfig, prompt_ids: Sequence[int]) -> LogitsProcessorList | None:
@@ -141,7 +144,7 @@ def make_recipe(
     tokenizer: PreTrainedTokenizerBase | None,
     default_length: int,
     logprobs: bool = False,
-    seed: int | None = None,
+    seeds: Iterator[int] | None = None,
 ) -> Recipe:
     """Merges and checks the options of a request.
 
@@ -166,9 +169,7 @@ def make_recipe(
         raise OptionError(f"stop_strings={config.stop_strings!r} needs a tokenizer: pass tokenizer=.")
     if config.eos_token_id == -1:
         config.eos_token_id = None
-    return Recipe(
-        model, config, extras, tokenizer, default_length, logprobs, own_seed if own_seed is not None else seed
-    )
+    return Recipe(model, config, extras, tokenizer, default_length, logprobs, own_seed, seeds)
 
 
 def _merge(model: PreTrainedModel, config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:

@@ -7,7 +7,8 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from hf_cb.core import PlanPart, Request, SamplingParams
-from hf_cb.engine.sampler import Sampler, derive_seed, pick, uniform
+from hf_cb.engine.sampler import Sampler, pick
+from hf_cb.seeds import derive_seed, uniform
 
 
 def sampled(logits: torch.Tensor, *requests: Request) -> list:
