@@ -18,6 +18,7 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "m
 # transformers' field -> ours
 CONVERTED = {
     "page_size": "block_size",
+    "block_size": "block_size",  # the older name; where both exist, transformers copies it into page_size
     "num_blocks": "num_blocks",
     "max_batch_tokens": "max_batch_tokens",
     "max_memory_percent": "max_memory_fraction",
@@ -32,7 +33,6 @@ CONVERTED = {
 # transformers' fields that only steer its own implementation: accepted in any setting, without effect on any answer
 NEUTRAL = frozenset(
     {
-        "block_size",  # transformers copies it into page_size
         "max_blocks_per_request",
         "use_async_batching",
         "use_cuda_graph",

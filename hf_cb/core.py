@@ -94,7 +94,7 @@ class GenerationOutput(_TransformersOutput):
 
 @dataclass(frozen=True)
 class Delta:
-    """New tokens of one sequence. `index` is the place of its prompt in the inputs; the last delta says why it ended."""
+    """New tokens of one sequence. `index` is the place of its prompt in the inputs; the last delta says why."""
 
     request_id: str
     index: int
@@ -253,10 +253,6 @@ class StepBatch:
     def max_seqlen_q(self) -> int:
         return max(self.query_lens_list)
 
-    @property
-    def max_seqlen_k(self) -> int:
-        return max(self.seq_lens_list)
-
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -302,4 +298,3 @@ class Update:
     @property
     def finished(self) -> bool:
         return self.request.status is Status.FINISHED
-

@@ -92,7 +92,7 @@ def iterate_batch(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **generation_kwargs: Any,
 ) -> Generator[GenerationOutput]:
-    """Whole results as each finishes (see their `index`); arguments as for `generate_batch`. Endless inputs are fine."""
+    """Whole results as each finishes (see their `index`); arguments as for `generate_batch`. Inputs may be endless."""
     batch = _batch(settings, self, inputs, generation_config, continuous_batching_config, tokenizer, generation_kwargs)
     return calls.iterate_batch(self, batch)
 

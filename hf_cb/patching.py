@@ -1,8 +1,8 @@
 """patch, unpatch, accelerate, restore: how transformers' models get their new calls, and lose them again.
 
-This is the only file that touches transformers' classes. Methods are put on the class that all models inherit them from,
-and look each time whether hf_cb is on for this model; nothing is ever stored on a model, so that copying, saving and
-pickling it work as before.
+This is the only file that touches transformers' classes. Methods are put on the class that all models inherit them
+from, and look each time whether hf_cb is on for this model; nothing is ever stored on a model, so that copying, saving
+and pickling it work as before.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def _check_transformers() -> None:
         import transformers
 
         raise IncompatibleTransformersError(
-            f"transformers {transformers.__version__} lacks {', '.join(gone)}, which hf_cb builds on: install a version "
-            f"that hf_cb supports (>=5.17,<6)."
+            f"transformers {transformers.__version__} lacks {', '.join(gone)}, which hf_cb builds on: install a "
+            f"version that hf_cb supports (>=5.17,<6)."
         )
 
 

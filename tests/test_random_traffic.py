@@ -1,5 +1,5 @@
-"""Random traffic: arrivals at any step, tiny caches, any page size and budget, cancels, late commits; float32, token for
-token against `generate`, and afterwards every block is accounted for."""
+"""Random traffic: arrivals at any step, tiny caches, any page size and budget, cancels, late commits; float32, token
+for token against `generate`, and afterwards every block is accounted for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random float32 models of real architectures, and what `generate` makes of a prompt: the yardstick of most tests."""
+"""Tiny random float32 models of real architectures, and what `generate` makes of a prompt: most tests' yardstick."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import GenerationConfig, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCAB = 128
 SHAPE = dict(
@@ -81,3 +82,26 @@ def generate_alone(model: PreTrainedModel, prompt: list[int], config: Generation
     with torch.no_grad():
         out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **options)
     return out[0, len(prompt) :].tolist()
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE with 128 tokens and a chat template: any text goes in, several tokens make one odd character."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    # 256 bytes would not fit into the tiny vocabulary, so these are the bytes of the texts that tests use
+    text = "abcdefghijklmnopqrstuvwxyz ABCDEF.,:!?<>|/\n0123456789 \N{GRINNING FACE} é 日本"
+    special = ["<pad>", "<bos>", "<eos>"]
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=special, initial_alphabet=[], show_progress=False)
+    tokenizer.train_from_iterator([text, "the END the answer and"], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", tokenizer.token_to_id("<bos>"))]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", padding_side="left"
+    )
+    fast.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    return fast

@@ -83,7 +83,9 @@ def _attention(
     spec = _spec_of(module, attention_mask, others.get("is_causal"))
     for name, given in others.items():
         if given is not None and name not in _NEUTRAL_ARGUMENTS:
-            raise UnsupportedModelError(f"{type(module).__name__} calls attention with {name}=, which is not supported.")
+            raise UnsupportedModelError(
+                f"{type(module).__name__} calls attention with {name}=, which is not supported."
+            )
     window = spec.window if sliding_window is None else min(sliding_window, spec.window or sliding_window)
     call = AttentionCall(
         scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
@@ -158,12 +160,14 @@ def _with_spec(make: Callable[..., Any], spec: Callable[..., MaskSpec | None]) -
 
 
 def _intersection(*masks: Any) -> MaskSpec | None:
-    specs = [getattr(m, "hf_cb_spec", None) for m in masks]
-    if None in specs:
-        return None
-    windows = [s.window for s in specs if s.window is not None]
-    chunks = {s.chunk for s in specs if s.chunk is not None}
-    return MaskSpec(min(windows, default=None), chunks.pop() if chunks else None) if len(chunks) < 2 else None
+    windows, chunks = set(), set()
+    for mask in masks:
+        spec = getattr(mask, "hf_cb_spec", None)
+        if spec is None:
+            return None
+        windows |= {spec.window} - {None}
+        chunks |= {spec.chunk} - {None}
+    return MaskSpec(min(windows, default=None), min(chunks, default=None)) if len(chunks) < 2 else None
 
 
 # ------------------------------------------------------------------------------------------------------- installation

@@ -30,7 +30,7 @@ class Storage(NamedTuple):
 
 @dataclass
 class Bucket:
-    """Decode rows of similar length: their query tokens, the cache rows to gather, and the bias over what comes back."""
+    """Decode rows of similar length: their query tokens, the cache rows to gather, and a bias over them."""
 
     tokens: Tensor  # [R]
     rows: Tensor  # [R * Hkv * B]

@@ -1,7 +1,7 @@
 """The engine: admit requests, then step until all have ended.
 
-A step is plan, build, forward, sample, commit. `launch` does all but the last, so that a caller may launch the next step
-before it commits the present one; `step` is the plain loop.
+A step is plan, build, forward, sample, commit. `launch` does all but the last, so that a caller may launch the next
+step before it commits the present one; `step` is the plain loop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Runner(Protocol):
     """The forward of a step, as the engine sees it (`models.paged.PagedModel` is one)."""
 
     groups: list[LayerGroup]
-    device: torch.device
+
+    @property
+    def device(self) -> torch.device: ...
 
     def forward(self, batch: StepBatch) -> Tensor: ...
 

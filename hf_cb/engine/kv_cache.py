@@ -45,7 +45,9 @@ class KVCache:
         low, high = 0, at_most
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.blocks_for(middle, step_tokens) <= self.pool.num_blocks else (low, middle - 1)
+            low, high = (
+                (middle, high) if self.blocks_for(middle, step_tokens) <= self.pool.num_blocks else (low, middle - 1)
+            )
         return low
 
     # ------------------------------------------------------------------------------------------------------ prefix hits
@@ -108,10 +110,10 @@ class KVCache:
         request.tables = tables
         return num_tokens
 
-    # ------------------------------------------------------------------------------------------------ growing, shrinking
+    # ----------------------------------------------------------------------------------------------- growing, shrinking
 
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
-        """Room for the request's next `num_tokens` tokens; None, and nothing changed, if the pool has too few blocks."""
+        """Room for the request's next `num_tokens` tokens; None, and no change, if the pool has too few blocks."""
         if not request.tables:
             request.tables = [[] for _ in self.groups]
         first = request.num_computed // self.block_size

@@ -85,10 +85,8 @@ def _sample_row(logits: Tensor, request: Request, ids: list[int]) -> Sampled:
             scores = params.process(torch.tensor([ids], device=logits.device), scores)
         if bool(scores.isnan().any()):
             raise _not_a_number()
-        if params.do_sample:
-            token = pick(scores[0], uniform(params.seed, len(ids)))
-        else:
-            token = int(scores[0].argmax())
+        u = uniform(params.seed, len(ids))
+        token = pick(scores[0], u) if params.do_sample else int(scores[0].argmax())
         logprob = float(scores[0, token] - scores[0].logsumexp(-1)) if params.logprobs else None
     except Exception as error:  # a request's own processor: it ends that request and nobody else's
         return Sampled(0, exception=error)

@@ -6,6 +6,7 @@ import queue
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
@@ -14,11 +15,11 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from hf_cb.config import EngineConfig
 from hf_cb.core import Delta, GenerationOutput
 from hf_cb.errors import OptionError, PromptError
-from hf_cb.models.plan import Need, model_length
 from hf_cb.manager.handle import Handle, Reader
 from hf_cb.manager.kept import open_manager
 from hf_cb.manager.manager import ContinuousBatchingManager, ManagerStats
 from hf_cb.models.generation import Recipe, make_recipe
+from hf_cb.models.plan import Need, model_length
 from hf_cb.seeds import seed_sequence
 from hf_cb.text.prompts import iter_encoded
 
@@ -91,7 +92,7 @@ def generate_batch(
 
 
 def stream_batch(model: PreTrainedModel, batch: Batch) -> Generator[Delta]:
-    """Tokens of all requests as they come. A sequence's last delta has its finish_reason, and its error if it failed."""
+    """Tokens of all requests as they come. A sequence's last delta has its finish_reason and, if it failed, error."""
     with _session(model, batch) as session:
         readers: dict[Handle, Reader] = {}
         for item in session.news():
@@ -162,7 +163,7 @@ class _Session:
                     break
                 item = self.submit(prompt, recipe, index)
                 if isinstance(item, Handle):
-                    item.add_waker((None, lambda item=item: changed.put(item)))
+                    item.add_waker((None, partial(changed.put, item)))
                     changed.put(item)  # for what happened before the waker was there
                 else:
                     yield item

@@ -1,4 +1,4 @@
-"""transformers' own calls on a manager, with their meaning: results by polling, iteration or callback, not by handle."""
+"""transformers' own calls on a manager, with their meaning: results by polling, iteration or callback."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What a caller holds for a request: iterate over its tokens, wait for its result, cancel it; from any thread or event
 loop.
 
-The engine's thread only appends token ids here. A reader keeps its own place, so a slow one gets several steps' tokens in
-one delta and nothing queues up; and text is made in the reader's thread, never in the engine's.
+The engine's thread only appends token ids here. A reader keeps its own place, so a slow one gets several steps' tokens
+in one delta and nothing queues up; and text is made in the reader's thread, never in the engine's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Called by the engine's thread with a step's news: on the event loop if there is one, else at once (so it must be quick)
+# Called by the engine's thread with a step's news: on the event loop if there is one, else at once: be quick
 Waker = tuple[asyncio.AbstractEventLoop | None, Callable[[], None]]
 
 
@@ -97,7 +97,7 @@ class Handle:
         return self._finished()
 
     def __iter__(self) -> Iterator[Delta]:
-        """Deltas as they come, from the first token on; ends by itself, and raises the request's error if it has one."""
+        """Deltas as they come, from the first token on; ends by itself; raises the request's error if it has one."""
         reader = Reader(self)
         while True:
             with self._changed:
@@ -186,9 +186,7 @@ class Reader:
         self.places = [0] * len(handle.streams)
         self.ended = [False] * len(handle.streams)
         tokenizer = handle._tokenizer
-        self.detokenizers = [
-            None if tokenizer is None else Detokenizer(tokenizer) for _ in handle.streams
-        ]
+        self.detokenizers = [None if tokenizer is None else Detokenizer(tokenizer) for _ in handle.streams]
 
     @property
     def at_end(self) -> bool:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from hf_cb.config import EngineConfig
 from hf_cb.errors import OptionError
-from hf_cb.models.plan import Need
 from hf_cb.manager.manager import ContinuousBatchingManager
+from hf_cb.models.plan import Need
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -16,17 +16,18 @@ from hf_cb.core import Request, Status, StepRecord, Update
 from hf_cb.engine.limits import check_ids, fit
 from hf_cb.errors import ManagerStoppedError, OptionError, QueueFullError
 from hf_cb.manager.build import build_engine
-from hf_cb.models.plan import Need
-from hf_cb.manager.handle import Handle
 from hf_cb.manager.compat import TransformersCalls
+from hf_cb.manager.handle import Handle
 from hf_cb.manager.loop import EngineLoop
 from hf_cb.manager.router import Router
 from hf_cb.models.generation import Recipe, make_recipe
+from hf_cb.models.plan import Need
 from hf_cb.seeds import derive_seed, seed_sequence
 from hf_cb.text.prompts import encode_prompt
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
 
 @dataclass(frozen=True)
 class ManagerStats:
@@ -260,7 +261,7 @@ class ContinuousBatchingManager(TransformersCalls):
         """The newest StepRecords, oldest first."""
         return list(self.engine.records)
 
-    # ---------------------------------------------------------------------------------------------- by the loop's thread
+    # --------------------------------------------------------------------------------------------- by the loop's thread
 
     def _cancel_handle(self, handle: Handle) -> None:
         self.loop.post(lambda: self._cancel([s.request_id for s in handle.streams]))

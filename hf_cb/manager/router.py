@@ -137,4 +137,3 @@ def _call_soon(loop: asyncio.AbstractEventLoop, calls: list[Callable[[], None]])
         loop.call_soon_threadsafe(run_all)
     except RuntimeError:  # the reader's loop is closed: nobody is there to be told
         return
-

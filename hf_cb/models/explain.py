@@ -54,9 +54,7 @@ def explain(model: PreTrainedModel, options: EngineConfig) -> Explanation:
         )
     stored = [plan.trace.layers[i] for i in storage_layers(plan.groups)]
     block = sum(plan.backend.block_bytes(layer, plan.config.block_size) for layer in stored)
-    values = {
-        name: f"{getattr(plan.config, name)} ({reason})" for name, reason in plan.config.reasons.items()
-    }
+    values = {name: f"{getattr(plan.config, name)} ({reason})" for name, reason in plan.config.reasons.items()}
     values["kv_cache"] = f"{plan.config.num_blocks * block / 2**20:.0f} MiB ({block} bytes a block)"
     return Explanation(
         model=name,

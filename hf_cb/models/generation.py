@@ -21,6 +21,16 @@ from hf_cb.errors import OptionError, PromptError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+# Mean what they mean in `generate`
+HONOURED = frozenset(
+    {"max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings", "eos_token_id"}
+    | {"do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+    | {"repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"}
+    | {"bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"}
+    | {"begin_suppress_tokens", "exponential_decay_length_penalty", "renormalize_logits", "remove_invalid_values"}
+    | {"guidance_scale", "watermarking_config", "num_return_sequences"}
+)
+
 # Without meaning in continuous batching: accepted with any value, and no answer depends on them
 NEUTRAL = frozenset(
     {"use_cache", "cache_implementation", "cache_config", "max_cache_len", "compile_config", "disable_compile"}
@@ -30,7 +40,7 @@ NEUTRAL = frozenset(
     | {"assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "max_matching_ngram_size"}
 )
 
-# Refused unless they have the value that switches them off
+# Refused unless they have the value that switches them off; so is any field that is in none of the three lists
 REFUSED: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
@@ -52,8 +62,14 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 # `generate`'s arguments that are not in GenerationConfig
-_PER_REQUEST = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
-_PER_REQUEST += ("negative_prompt_ids", "negative_prompt_attention_mask", "seed")
+_PER_REQUEST = (
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+    "seed",
+)
 
 
 @dataclass
@@ -206,10 +222,14 @@ def _check_values(options: dict[str, Any]) -> None:
 
 
 def _check_refused(config: GenerationConfig) -> None:
-    for name, off in REFUSED.items():
+    for name in vars(GenerationConfig()):
         value = getattr(config, name, None)
-        if value is not None and value not in off:
-            raise OptionError(f"{name}={value!r} is not supported by hf_cb: use model.generate for it, or leave it unset.")
+        if name.startswith("_") or name in HONOURED or name in NEUTRAL or value is None:
+            continue
+        if value not in REFUSED.get(name, ()):
+            raise OptionError(
+                f"{name}={value!r} is not supported by hf_cb: use model.generate for it, or leave it unset."
+            )
 
 
 def _as_stop_check(criteria: Callable[..., Any], device: torch.device) -> StopCheck:
@@ -235,5 +255,3 @@ def missing(model_class: type) -> list[str]:
         if method is None or not set(parameters) <= set(inspect.signature(method).parameters):
             gone.append(f"{model_class.__name__}.{name}({', '.join(parameters)})")
     return gone
-
-

@@ -139,11 +139,14 @@ class PagedModel:
         return out.logits[0] if self._picks_rows else out.logits[0, batch.logits_rows]
 
     def _prepare_blocks(self, batch: StepBatch) -> None:
-        for group, part in zip(self.groups, batch.groups, strict=True):
-            for storage in group.storages if part.cleared else ():
-                self.backend.clear_blocks(self.storages[storage], part.cleared)
+        """Copies before clearing: a copy's source may have been given up in this step, and have a new owner."""
+        parts = list(zip(self.groups, batch.groups, strict=True))
+        for group, part in parts:
             for storage in group.storages if part.copies else ():
                 self.backend.copy_blocks(self.storages[storage], part.copies)
+        for group, part in parts:
+            for storage in group.storages if part.cleared else ():
+                self.backend.clear_blocks(self.storages[storage], part.cleared)
 
 
 class _PagedStep:

@@ -11,7 +11,19 @@ if TYPE_CHECKING:
 
 FAMILIES = frozenset(
     {"llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "smollm3"}
-    | {"olmo", "olmo2", "olmo3", "granite", "starcoder2", "stablelm", "cohere", "cohere2", "helium", "arcee", "gpt_neox"}
+    | {
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "granite",
+        "starcoder2",
+        "stablelm",
+        "cohere",
+        "cohere2",
+        "helium",
+        "arcee",
+        "gpt_neox",
+    }
 )
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 IMPLEMENTATIONS = frozenset({"eager", "sdpa", "flex_attention"}) | {f"flash_attention_{v}" for v in (2, 3, 4)}

@@ -23,9 +23,7 @@ _CLEANUP_INNER = " 'nvr"
 """Every character that is not the last one in a pattern of `clean_up_tokenization` (" n't", " 've", ...)."""
 
 
-def decode(
-    tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int], skip_special_tokens: bool = True
-) -> str:
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
     """`tokenizer.decode` of all the ids at once, safe for a tokenizer that threads share."""
     with tokenizer_lock(tokenizer):
         text = tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -190,7 +188,5 @@ def _cleans_up(tokenizer: Any) -> bool:
     if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return False
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    forced = getattr(
-        tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False
-    )
+    forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
     return backend is None or type(backend.model).__name__ != "BPE" or forced

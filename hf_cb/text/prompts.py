@@ -127,9 +127,7 @@ def split_prompts(inputs: Any, attention_mask: Any = None) -> Iterator[Prompt]:
         return iter(rows)
     masks = _mask_rows(attention_mask, single)
     if isinstance(rows, Sequence) and len(rows) != len(masks):
-        raise ValueError(
-            f"attention_mask has {len(masks)} rows for {len(rows)} prompts; it needs one for each"
-        )
+        raise ValueError(f"attention_mask has {len(masks)} rows for {len(rows)} prompts; it needs one for each")
     return ({"input_ids": row, "attention_mask": mask} for row, mask in zip(rows, masks, strict=True))
 
 
@@ -195,9 +193,7 @@ def _is_id_list(value: Any) -> bool:
 def _require_tokenizer(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
     if tokenizer is None:
         kind = "string" if isinstance(prompt, str) else "chat"
-        raise ValueError(
-            f"a {kind} needs a tokenizer: pass tokenizer=, or token ids instead of {_short(prompt)}"
-        )
+        raise ValueError(f"a {kind} needs a tokenizer: pass tokenizer=, or token ids instead of {_short(prompt)}")
     return tokenizer
 
 
@@ -231,9 +227,7 @@ def _encode_chat(
     except Exception as error:
         raise ValueError(f"the chat template refused {_short(chat)}: {error}") from error
     if isinstance(encoding, str):
-        raise TypeError(
-            "the chat template gave text, not ids; leave tokenize=False out of chat_template_kwargs"
-        )
+        raise TypeError("the chat template gave text, not ids; leave tokenize=False out of chat_template_kwargs")
     return _unpadded_ids(encoding) if isinstance(encoding, Mapping) else _id_list(encoding)
 
 
@@ -244,9 +238,7 @@ def _unpadded_ids(encoding: Mapping[str, Any]) -> list[int]:
         return ids
     mask = _one_row(mask_given, "an attention_mask of zeros and ones")
     if len(mask) != len(ids):
-        raise ValueError(
-            f"the attention_mask has {len(mask)} entries for {len(ids)} token ids: {_short(mask)}"
-        )
+        raise ValueError(f"the attention_mask has {len(mask)} entries for {len(ids)} token ids: {_short(mask)}")
     if any(flag not in (0, 1) for flag in mask):
         raise ValueError(f"the attention_mask holds values besides 0 and 1: {_short(mask)}")
     if ids and not any(mask):
@@ -286,9 +278,7 @@ def _token_id(element: Any, position: int) -> int:
         except TypeError:
             pass
     remedy = "pass every row as a prompt of its own" if _is_sequence(plain) else "token ids are whole numbers"
-    raise TypeError(
-        f"{_short(plain)} ({type(plain).__name__}) at position {position} is not a token id; {remedy}"
-    )
+    raise TypeError(f"{_short(plain)} ({type(plain).__name__}) at position {position} is not a token id; {remedy}")
 
 
 def _short(value: Any) -> str:

@@ -1,8 +1,8 @@
 """Attention over a paged KV cache in plain PyTorch: the definition that every other kernel is checked against.
 
 Caches are `[num_blocks, Hkv, block_size, D]`, so that one head's keys of a block are one contiguous row and a block
-table is gathered with a two-dimensional `index_select` (18 times as fast on a CPU as gathering the 3-D view). The G = Hq / Hkv query heads of a KV
-head share its keys as extra query rows: keys and values are never expanded.
+table is gathered with a two-dimensional `index_select` (on a CPU 18 times as fast as gathering the 3-D view). The
+G = Hq / Hkv query heads of a KV head share its keys as extra query rows: keys and values are never expanded.
 """
 
 from __future__ import annotations
@@ -48,9 +48,15 @@ def visible(query_pos: Tensor, key_pos: Tensor, window: int | None, chunk: int |
 
 
 def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """One query a request. q `[R, Hq, D]`, k `[R, Hkv, L, D]`, v `[R, Hkv, L, Dv]`, additive bias `[R, 1, 1, L]` float32
+    """One query a request. q `[R, Hq, D]`, k `[R, Hkv, L, D]`, v `[R, Hkv, L, Dv]`, bias `[R, 1, 1, L]` float32
     (0 or -inf), sinks `[Hq]`: returns `[R, Hq, Dv]`."""
     num_requests, num_heads, dim = q.shape
     num_kv_heads = k.shape[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import VOCAB, generate_alone, greedy, make_prompts
+from tiny_models import VOCAB, generate_alone, greedy
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tiny_models import generate_alone, greedy, make_prompts
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, set_seed
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    WatermarkingConfig,
+    set_seed,
+)
 
 from hf_cb import EngineConfig
 
@@ -143,6 +150,7 @@ PROCESSED = {
     "renormalize_logits": dict(renormalize_logits=True),
     "remove_invalid_values": dict(remove_invalid_values=True),
     "guidance_scale": dict(guidance_scale=1.8),
+    "watermarking_config": dict(watermarking_config=WatermarkingConfig(bias=6.0)),
 }
 
 
@@ -171,9 +179,7 @@ def test_custom_processors_criteria_and_prefix_functions(shared_llama) -> None:
         def __call__(self, input_ids, scores, **_):
             return torch.tensor([input_ids.shape[1] >= len(PROMPTS[0]) + 3])
 
-    options = dict(
-        logits_processor=LogitsProcessorList([Odd()]), stopping_criteria=StoppingCriteriaList([Three()])
-    )
+    options = dict(logits_processor=LogitsProcessorList([Odd()]), stopping_criteria=StoppingCriteriaList([Three()]))
     (result,) = shared_llama.generate_batch([PROMPTS[0]], greedy(), **options).values()
     assert result.generated_tokens == generate_alone(shared_llama, PROMPTS[0], greedy(), **options)
     assert result.finish_reason == "stop" and len(result.generated_tokens) == 3
@@ -246,3 +252,17 @@ def test_the_progress_bar_counts_requests_and_tokens(shared_llama, capsys) -> No
     shared_llama.generate_batch(PROMPTS, greedy(4), progress_bar=True)
     shown = capsys.readouterr().err
     assert "3/3" in shown and "tok/s" in shown
+
+
+def test_an_interrupt_in_a_call_cancels_it_and_the_next_call_works(shared_llama, monkeypatch) -> None:
+    from hf_cb.manager.handle import Handle
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Handle, "outputs", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            shared_llama.generate_batch(PROMPTS, greedy(240))
+    want = generate_alone(shared_llama, PROMPTS[0], greedy())
+    assert list(shared_llama.generate_batch([PROMPTS[0]], greedy()).values())[0].generated_tokens == want

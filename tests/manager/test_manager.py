@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 from tiny_models import generate_alone, greedy, make_prompts
@@ -92,7 +93,9 @@ def test_cancel_before_during_after_and_twice(shared_llama, manager) -> None:
     running.cancel()
     result = running.result(5)
     assert result.finish_reason == "cancelled" and 0 < len(result.generated_tokens) < 240
-    assert result.generated_tokens == generate_alone(shared_llama, PROMPTS[0], greedy(240))[: len(result.generated_tokens)]
+    assert (
+        result.generated_tokens == generate_alone(shared_llama, PROMPTS[0], greedy(240))[: len(result.generated_tokens)]
+    )
     running.cancel()
     assert running.result().finish_reason == "cancelled"
 
@@ -134,7 +137,7 @@ def test_transformers_calls(shared_llama, manager) -> None:
     streaming = manager.add_request(PROMPTS[0], max_new_tokens=12, streaming=True, eos_token_id=-1)
     outputs = list(manager.request_id_iter(streaming))
     assert [o.is_finished() for o in outputs] == [False] * (len(outputs) - 1) + [True]
-    assert all(a.generated_tokens == b.generated_tokens[: len(a.generated_tokens)] for a, b in zip(outputs, outputs[1:]))
+    assert all(a.generated_tokens == b.generated_tokens[: len(a.generated_tokens)] for a, b in pairwise(outputs))
     assert outputs[-1].generated_tokens == want["req_0"]
 
 
@@ -274,20 +277,6 @@ def test_prefix_cache_can_be_reset(manager) -> None:
     assert manager.submit(PROMPTS[1], greedy(2)).result().metrics.cached_tokens == 8
     manager.reset_prefix_cache()
     assert manager.submit(PROMPTS[1], greedy(2)).result().metrics.cached_tokens == 0
-
-
-def test_an_interrupt_in_a_call_cancels_it_and_the_next_call_works(shared_llama, monkeypatch) -> None:
-    from hf_cb.manager.handle import Handle
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Handle, "outputs", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            shared_llama.generate_batch(PROMPTS, greedy(240))
-    want = generate_alone(shared_llama, PROMPTS[0], greedy())
-    assert list(shared_llama.generate_batch([PROMPTS[0]], greedy()).values())[0].generated_tokens == want
 
 
 def test_a_kept_manager_refuses_other_options(shared_llama) -> None:

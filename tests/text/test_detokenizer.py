@@ -51,9 +51,7 @@ def metaspace(*decoder_steps: Any) -> PreTrainedTokenizerFast:
 
 
 def llama_like() -> PreTrainedTokenizerFast:
-    return metaspace(
-        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
-    )
+    return metaspace(decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0))
 
 
 def metaspace_decoder() -> PreTrainedTokenizerFast:
@@ -65,9 +63,7 @@ WORDS += ["n't", "'s", "it", "##s", "##n", "##'", "##.", "nn", "vr", "the"]
 
 
 def word_piece(decoder_cleanup: bool = True) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(
-        models.WordPiece(vocab={word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]")
-    )
+    tokenizer = Tokenizer(models.WordPiece(vocab={word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=decoder_cleanup)
     tokenizer.add_special_tokens(SPECIAL)

@@ -214,9 +214,7 @@ def test_a_chat_needs_a_chat_template(tokenizer: PreTrainedTokenizerFast) -> Non
     error, other = encode_prompts([chat("x"), [1]], tokenizer)
     assert isinstance(error, ValueError) and "no chat template" in str(error) and other == [1]
     with pytest.raises(TypeError, match="tokenize=False"):
-        encode_prompt(
-            chat("x"), tokenizer, chat_template_kwargs={"tokenize": False, "chat_template": TEMPLATE}
-        )
+        encode_prompt(chat("x"), tokenizer, chat_template_kwargs={"tokenize": False, "chat_template": TEMPLATE})
 
 
 @pytest.mark.parametrize(

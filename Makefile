@@ -1,0 +1,79 @@
+# make demo | test | lint | bench | soak | clean. The first of them sets up $(VENV).
+#
+#   PYTHON       the Python to make the environment with (3.11 or newer)
+#   VENV         where it lies
+#   CONSTRAINTS  the constraints files; the first one must pin torch
+#   WORKERS      test processes; 0 runs the tests in one process with all threads
+#   ARGS         more arguments for pytest, the benchmark or the demo
+
+PYTHON      ?= python3
+VENV        ?= .venv
+CONSTRAINTS ?= constraints-dev.txt
+WORKERS     ?= 2
+ARGS        ?=
+
+PY    := $(VENV)/bin/python
+STAMP := $(VENV)/.hf-cb-ready
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# The stamp holds the folder it was made for. Elsewhere (a copied tree) or with a Python that is gone, it says nothing.
+$(shell $(PY) -c '' 2>/dev/null && grep -qxF '$(CURDIR)' $(STAMP) 2>/dev/null || rm -f $(STAMP))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench soak clean
+
+help:
+	@echo "make demo    answer 20 questions at once with a small model, and compare with generate()"
+	@echo "make test    run the tests"
+	@echo "make lint    ruff and mypy"
+	@echo "make bench   measure the speed"
+	@echo "make soak    run the long tests"
+	@echo "make clean   remove caches and build outputs (the environment stays: rm -r $(VENV))"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(1)' || { \
+	  echo "hf_cb needs Python 3.11 or newer, and $(PYTHON) is `$(PYTHON) --version 2>&1`; try: make PYTHON=python3.11" >&2; \
+	  exit 1; }
+	@if [ -d $(VENV) ] && [ ! -e $(VENV)/pyvenv.cfg ] && [ -n "`ls -A $(VENV)`" ]; then \
+	  echo "$(VENV) is there and is no virtual environment; choose another: make VENV=folder" >&2; exit 1; fi
+	@# an environment of another place or Python, or without pip, is made anew
+	@$(PY) -c 'import sys, pip, pathlib as p; \
+	           sys.exit(sys.version_info < (3, 11) or p.Path(sys.prefix) != p.Path("$(VENV)").resolve())' 2>/dev/null || { \
+	  echo "setup: making $(VENV) with `$(PYTHON) --version`"; \
+	  $(PYTHON) -m venv --clear $(VENV) || { echo "on Debian: apt-get install python3-venv" >&2; exit 1; }; }
+	@torch=`grep '^torch==' $(firstword $(CONSTRAINTS))`; echo "setup: installing $$torch"; \
+	  $(PY) -m pip install -qq $$torch
+	@echo "setup: installing hf-cb and its tools"
+	@$(PY) -m pip install -qq $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev,demo]'
+	@echo '$(CURDIR)' > $@
+
+demo: $(STAMP)
+	@$(PY) demos/batch.py $(ARGS)
+
+# Two processes with one thread each: the tests spend their time in Python, on models of a few kilobytes.
+test: $(STAMP)
+ifeq ($(WORKERS),0)
+	@$(PY) -m pytest $(ARGS)
+else
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+endif
+
+lint: $(STAMP)
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+bench: $(STAMP)
+	@if [ -e hf_cb/cli.py ] || [ -d hf_cb/cli ]; then $(VENV)/bin/hf-cb bench $(ARGS); \
+	else echo "bench: there is no benchmark yet"; fi
+
+soak: $(STAMP)
+	@if [ -d tests/soak ]; then $(PY) -m pytest -m soak tests/soak $(ARGS); \
+	else echo "soak: there are no soak tests yet"; fi
+
+clean:
+	@echo "clean: removing caches and build outputs"
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
+	@find hf_cb kernels tests demos -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,86 @@
+"""Runs engines on a workload, turn by turn, and compares them round by round."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import transformers
+
+from hf_cb.bench.engines import BenchEngine, Measured
+from hf_cb.bench.workload import Workload
+
+
+@dataclass
+class BenchResult:
+    """All rounds of all engines. One that raised is in `failed`, with why, and keeps earlier rounds."""
+
+    workload: Workload
+    rounds: dict[str, list[Measured]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def problems(self) -> list[str]:
+        """Failures, and results that were not as ordered."""
+        found = [f"{name} failed: {message}" for name, message in self.failed.items()]
+        for name, runs in self.rounds.items():
+            found += [f"{name}, round {i + 1}: {p}" for i, run in enumerate(runs) for p in run.problems]
+        return found
+
+    def tok_s(self, engine: str) -> float:
+        """Output tokens per second, median of the rounds."""
+        return statistics.median(run.tok_s for run in self.rounds[engine])
+
+    def ratio(self, engine: str, peer: str) -> float:
+        """How many times as fast as the peer: the median of each round's ratio."""
+        pairs = zip(self.rounds[engine], self.rounds[peer], strict=False)
+        return statistics.median(ours.tok_s / theirs.tok_s for ours, theirs in pairs)
+
+
+def run_engines(
+    engines: Sequence[BenchEngine],
+    workload: Workload,
+    repeat: int = 1,
+    on_run: Callable[[Measured], None] | None = None,
+) -> BenchResult:
+    """Warms up each engine, then runs all of them `repeat` times, every other round in reverse order.
+
+    Args:
+        on_run: called after each measured run.
+    """
+    result = BenchResult(workload)
+    with _quiet_transformers():
+        for engine in engines:
+            _attempt(result, engine, workload.warm_up())
+        for i in range(repeat):
+            for engine in engines if i % 2 == 0 else reversed(engines):
+                measured = _attempt(result, engine, workload)
+                if measured is not None:
+                    result.rounds.setdefault(engine.name, []).append(measured)
+                    if on_run is not None:
+                        on_run(measured)
+    return result
+
+
+def _attempt(result: BenchResult, engine: BenchEngine, workload: Workload) -> Measured | None:
+    """A run, or None if the engine raises or has raised before: the others are still worth measuring."""
+    if engine.name in result.failed:
+        return None
+    try:
+        return engine.run(workload)
+    except Exception as error:
+        result.failed[engine.name] = f"{type(error).__name__}: {error}"
+        return None
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """It warns about `eos_token_id=-1` in every call."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)

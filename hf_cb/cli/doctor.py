@@ -1,0 +1,109 @@
+"""Say what hf_cb finds on this machine, and what it would do with a model."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+from hf_cb.cli import model as models
+from hf_cb.errors import IncompatibleTransformersError, UnsupportedModelError
+
+LIBRARIES = (".so", ".pyd", ".dylib")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    models.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the findings; 1 if hf_cb cannot work here, or not with the model that was named."""
+    found = _findings(args)
+    if args.model is not None:
+        found["model"] = _explain(args)
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print(_as_text(found))
+    refused = args.model is not None and found["model"]["path"] == "refused"
+    return int(found["transformers_problem"] is not None or refused)
+
+
+def _findings(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from hf_cb.attention.backend import backends
+    from hf_cb.bench.machine import machine, optional_packages, versions
+    from hf_cb.models.plan import free_memory
+
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return {
+        "versions": versions(),
+        "transformers_problem": _transformers_problem(),
+        "device": str(device),
+        "machine": machine(),
+        "free_memory_bytes": free_memory(device),
+        "attention_backends": list(backends()),
+        "native_kernels": _native_kernels(),
+        "optional_packages": optional_packages(),
+    }
+
+
+def _transformers_problem() -> str | None:
+    from hf_cb.patching import patch, unpatch
+
+    try:
+        patch()
+    except IncompatibleTransformersError as error:
+        return str(error)
+    unpatch()
+    return None
+
+
+def _native_kernels() -> list[str]:
+    """Compiled libraries of hf_cb, wherever an editable install has put them."""
+    try:
+        kernels = importlib.import_module("hf_cb.kernels")
+    except ImportError:  # run from its sources, where the kernels lie elsewhere
+        return []
+    files = [file for folder in kernels.__path__ for file in Path(folder).rglob("*")]
+    return sorted(file.name for file in files if file.suffix in LIBRARIES)
+
+
+def _explain(args: argparse.Namespace) -> dict[str, Any]:
+    from hf_cb.patching import accelerate, explain, restore
+
+    model, tokenizer = models.load(args)
+    with contextlib.suppress(UnsupportedModelError):  # explain says why
+        accelerate(model, tokenizer, **models.engine_options(args))
+    try:
+        explanation = explain(model)
+    finally:
+        restore(model)
+    return dataclasses.asdict(explanation) | {"text": str(explanation)}
+
+
+def _as_text(found: dict[str, Any]) -> str:
+    machine, kernels = found["machine"], found["native_kernels"]
+    optional = found["optional_packages"].items()
+    packages = [f"{name} {version}" for name, version in optional if version is not None]
+    absent = [name for name, version in optional if version is None]
+    lines = [
+        "versions: " + ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
+        f"transformers: {found['transformers_problem'] or 'has all that hf_cb builds on'}",
+        f"device: {found['device']}" + (f" ({machine['gpu']})" if machine["gpu"] else ""),
+        f"processor: {machine['cpu']}, {machine['cpu_capability']}; {machine['cores']} cores, "
+        f"{machine['torch_threads']} torch threads",
+        f"free memory: {found['free_memory_bytes'] / 2**30:.2f} GiB",
+        "attention backends: " + ", ".join(found["attention_backends"]),
+        "native kernels: " + (", ".join(kernels) or "none is built; torch's own operators do all the work"),
+        f"optional packages: {', '.join(packages) or 'none'} (not installed: {', '.join(absent) or 'none'})",
+    ]
+    if "model" in found:
+        lines += ["", found["model"]["text"]]
+    return "\n".join(lines)
