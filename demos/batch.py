@@ -83,16 +83,32 @@ def main() -> int:
     batch_tokens = sum(len(result.generated_tokens) for result in results)
     batch_rate = print_rate("hf_cb, generate_batch", batch_tokens, batch_s)
     plain_rate = print_rate("transformers, generate", plain_tokens, plain_s)
-    print(f"  ratio {batch_rate / plain_rate:.2f}; checks and warm-up before it, once a model: {ready_s:.1f} s")
-
-    if any(max(seconds) > 1.5 * min(seconds) for seconds in (batch_s, plain_s)):
-        print("  the rounds differ by more than half: this machine is busy, so don't trust the ratio")
+    doubt = f" (unreliable: other programs kept {busy:.1f} of {cores} cores busy)" if busy > 0.1 * cores else ""
+    print(f"  ratio {batch_rate / plain_rate:.2f}{doubt}")
+    print(f"  before it, once a model: {ready_s:.1f} s of checks and warm-up")
 
     capital = results[0].text or ""
     if "Paris" not in capital:
         print(f"the capital of France should be Paris, and the answer was {capital!r}", file=sys.stderr)
         return 1
     return 0
+
+
+class OtherPrograms:
+    """How many cores all programs but this one have kept busy since it was made."""
+
+    def __init__(self) -> None:
+        self.start = self._times()
+
+    def cores_used(self) -> float:
+        """The mean number of cores since the start."""
+        wall, others = (now - then for now, then in zip(self._times(), self.start, strict=True))
+        return others / wall
+
+    @staticmethod
+    def _times() -> tuple[float, float]:
+        system, own = psutil.cpu_times(), psutil.Process().cpu_times()
+        return time.perf_counter(), system.user + system.system - own.user - own.system
 
 
 def print_answer(question: str, result) -> None:

@@ -65,7 +65,8 @@ class EngineConfig:
         max_memory_fraction: share of the free memory that the KV cache may take when neither of the two is given.
         max_batch_tokens: query tokens in a step.
         max_num_seqs: requests in a step.
-        max_model_len: prompt and output tokens of one request; the model's positions if None.
+        max_model_len: positions of one request, the prompt's and those of all output tokens but the last, which is
+            never fed back; the model's own number if None. An answer that reaches it ends with "length".
         prefill_chunk: most tokens of one prompt in a step.
         prefix_caching: reuse the blocks of equal prompt beginnings.
         policy: order in which requests are served: "fifo" or "prefill_first", or an object with `order` and `victim`.

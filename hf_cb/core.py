@@ -114,7 +114,7 @@ class Request:
     params: SamplingParams
     priority: int = 0
     deadline: float | None = None  # on time.perf_counter()
-    salt: bytes = b""  # what keys and values depend on besides the tokens; part of the prefix hash
+    salt: bytes = b""  # what keys and values depend on besides tokens and weights; part of the prefix hash
     fork_of: Request | None = None  # shares that request's prompt blocks once they are computed
     arrival: int = field(default_factory=lambda: next(_arrivals))
     created: float = field(default_factory=time.perf_counter)
@@ -122,9 +122,10 @@ class Request:
     status: Status = Status.WAITING
     num_computed: int = 0
     in_flight: int = 0  # tokens of a step that is launched and not yet committed
-    # by the KV cache: a block table for each layer group, and the hashes of the full blocks
+    # by the KV cache: a block table for each layer group, hashes of full blocks, and since when the weights are the same
     tables: list[list[int]] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
+    epoch: int = 0
     # by the engine
     token_ids: list[int] = field(init=False)
     logprobs: list[float] = field(default_factory=list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -178,13 +179,17 @@ def _batch(
     )
 
 
-def _folder_tokenizer(model: Any) -> Any:
-    from transformers import AutoTokenizer
+_folder_tokenizers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
-    folder = getattr(model.config, "_name_or_path", "")
-    if not folder:
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError):  # a folder without a tokenizer: ids in, ids out
-        return None
+
+def _folder_tokenizer(model: Any) -> Any:
+    """Looked for once a model; None if its folder has none: ids in, ids out."""
+    if model not in _folder_tokenizers:
+        from transformers import AutoTokenizer
+
+        folder = getattr(model.config, "_name_or_path", "")
+        try:
+            _folder_tokenizers[model] = AutoTokenizer.from_pretrained(folder) if folder else None
+        except (OSError, ValueError):
+            _folder_tokenizers[model] = None
+    return _folder_tokenizers[model]

@@ -207,7 +207,7 @@ class Engine:
         if self.config.prefix_caching:
             key = self.runner.weights_key()
             if key != self._weights_key:
-                self.kv.pool.drop_cache()
+                self.kv.drop_cache()
                 self._weights_key = key
 
     def _record(self, flight: InFlight, held: int, cached: int, began: float) -> None:

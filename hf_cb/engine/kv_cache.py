@@ -35,6 +35,12 @@ class KVCache:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_blocks)
+        self.epoch = 0
+
+    def drop_cache(self) -> None:
+        """The weights have changed: nothing computed so far is found again, nor what is built upon it later."""
+        self.pool.drop_cache()
+        self.epoch += 1
 
     def blocks_for(self, num_tokens: int, step_tokens: int) -> int:
         """Most blocks that a request of `num_tokens` holds at once, over all groups."""
@@ -57,6 +63,9 @@ class KVCache:
 
         At least one token is left to compute, since its logits are wanted.
         """
+        if request.epoch != self.epoch:
+            request.epoch = self.epoch
+            request.block_hashes.clear()
         if not self.prefix_caching:
             return 0
         most = (len(request.token_ids) - 1) // self.block_size
@@ -108,6 +117,7 @@ class KVCache:
             tables.append([NULL_BLOCK] * min(first, length) + table[first:length])
         self._share(tables)
         request.tables = tables
+        request.epoch = source.epoch
         return num_tokens
 
     # ----------------------------------------------------------------------------------------------- growing, shrinking
@@ -176,7 +186,7 @@ class KVCache:
         """Chained hashes of the request's first `num_blocks` blocks; the chain starts with what else KV depends on."""
         hashes = request.block_hashes
         while len(hashes) < num_blocks:
-            before = hashes[-1] if hashes else request.salt
+            before = hashes[-1] if hashes else b"%d %b" % (request.epoch, request.salt)
             hashes.append(hash_block(before, self._tokens(request, len(hashes))))
 
 

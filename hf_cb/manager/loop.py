@@ -120,7 +120,7 @@ class EngineLoop:
             yield
         finally:
             with self._changed:
-                self.engine.kv.pool.drop_cache()
+                self.engine.kv.drop_cache()
                 self._pauses -= 1
                 self._changed.notify_all()
 

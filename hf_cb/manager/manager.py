@@ -241,7 +241,7 @@ class ContinuousBatchingManager(TransformersCalls):
 
     def reset_prefix_cache(self) -> None:
         """Forgets what prompts have in common: needed after writes through `.data` outside a pause."""
-        self.loop.post(self.engine.kv.pool.drop_cache)
+        self.loop.post(self.engine.kv.drop_cache)
 
     def stats(self) -> ManagerStats:
         """A snapshot; taken without stopping the thread, so its figures may be one step apart."""

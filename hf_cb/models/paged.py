@@ -109,6 +109,8 @@ class PagedModel:
             for g, group in enumerate(self.groups)
             for layer, storage in zip(group.layers, group.storages, strict=True)
         }
+        # the dicts, not what is in them: a parameter that is replaced is then seen too
+        self._parameters = [m._parameters for m in model.modules() if m._parameters]
         self._picks_rows = model._supports_logits_to_keep()
 
     @property
@@ -117,9 +119,12 @@ class PagedModel:
 
     def weights_key(self) -> object:
         """Moves when a parameter was written to or replaced (writes through `.data` leave no trace)."""
-        return tuple(
-            (p.data_ptr(), -1 if p.is_inference() else p._version) for p in self.model.parameters()
-        )  # meta tensors of offloaded layers have pointer 0, and a version
+        return [
+            (p.data_ptr(), -1 if p.is_inference() else p._version)
+            for parameters in self._parameters
+            for p in parameters.values()
+            if p is not None
+        ]
 
     def salt(self) -> bytes:
         """The active adapters, which keys and values depend on."""

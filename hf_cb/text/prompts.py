@@ -10,6 +10,8 @@ from numbers import Number
 from operator import index
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from hf_cb.errors import PromptError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -47,12 +49,12 @@ def iter_encoded(
         chat_template_kwargs: Passed on to `apply_chat_template` (`tools`, `continue_final_message`, ...).
 
     Yields:
-        One entry per prompt: its ids (at least one, none below 0), or the `TypeError` or `ValueError` that
+        One entry per prompt: its ids (at least one, none below 0), or the `TypeError` or `PromptError` that
         says what is wrong with this prompt alone.
 
     Raises:
         TypeError: `inputs` as a whole is nothing that holds prompts.
-        ValueError: A prompt is text or a chat and there is no tokenizer, or the mask does not fit the batch.
+        PromptError: A prompt is text or a chat and there is no tokenizer, or the mask does not fit the batch.
     """
     for prompt in split_prompts(inputs, attention_mask):
         if isinstance(prompt, str) or _is_chat(prompt):
@@ -90,7 +92,7 @@ def encode_prompt(
 
     Raises:
         TypeError: The prompt, or one of its ids, has a wrong type.
-        ValueError: No tokenizer for text or a chat, no ids, a negative id, or a prompt the tokenizer refuses.
+        PromptError: No tokenizer for text or a chat, no ids, a negative id, or a prompt the tokenizer refuses.
     """
     if isinstance(prompt, str):
         ids = _encode_text(prompt, _require_tokenizer(prompt, tokenizer))
@@ -101,7 +103,7 @@ def encode_prompt(
     else:
         ids = _id_list(prompt)
     if not ids:
-        raise ValueError(f"the prompt {_short(prompt)} gives no token ids; pass at least one (BOS, say)")
+        raise PromptError(f"the prompt {_short(prompt)} gives no token ids; pass at least one (BOS, say)")
     return ids
 
 
@@ -117,7 +119,7 @@ def split_prompts(inputs: Any, attention_mask: Any = None) -> Iterator[Prompt]:
 
     Raises:
         TypeError: At the call, where `inputs` holds no prompts (None, a number, bytes, a set, ...).
-        ValueError: Where the mask has another number of rows than `inputs`, or is given twice.
+        PromptError: Where the mask has another number of rows than `inputs`, or is given twice.
     """
     if isinstance(inputs, Mapping):
         inputs, attention_mask = _open_encoding(inputs, attention_mask)
@@ -127,7 +129,7 @@ def split_prompts(inputs: Any, attention_mask: Any = None) -> Iterator[Prompt]:
         return iter(rows)
     masks = _mask_rows(attention_mask, single)
     if isinstance(rows, Sequence) and len(rows) != len(masks):
-        raise ValueError(f"attention_mask has {len(masks)} rows for {len(rows)} prompts; it needs one for each")
+        raise PromptError(f"attention_mask has {len(masks)} rows for {len(rows)} prompts; it needs one for each")
     return ({"input_ids": row, "attention_mask": mask} for row, mask in zip(rows, masks, strict=True))
 
 
@@ -137,7 +139,7 @@ def _open_encoding(encoding: Mapping[str, Any], attention_mask: Any) -> tuple[An
         raise TypeError(f"a mapping with the keys {_short(list(encoding))} holds no prompts; {remedy}")
     own_mask = encoding.get("attention_mask")
     if own_mask is not None and attention_mask is not None:
-        raise ValueError("attention_mask is given twice: in the inputs and as an argument; pass one of them")
+        raise PromptError("attention_mask is given twice: in the inputs and as an argument; pass one of them")
     return encoding["input_ids"], attention_mask if own_mask is None else own_mask
 
 
@@ -193,7 +195,7 @@ def _is_id_list(value: Any) -> bool:
 def _require_tokenizer(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
     if tokenizer is None:
         kind = "string" if isinstance(prompt, str) else "chat"
-        raise ValueError(f"a {kind} needs a tokenizer: pass tokenizer=, or token ids instead of {_short(prompt)}")
+        raise PromptError(f"a {kind} needs a tokenizer: pass tokenizer=, or token ids instead of {_short(prompt)}")
     return tokenizer
 
 
@@ -202,7 +204,7 @@ def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         with tokenizer_lock(tokenizer):
             encoding = tokenizer(text)
     except Exception as error:
-        raise ValueError(f"the tokenizer refused {_short(text)}: {error}") from error
+        raise PromptError(f"the tokenizer refused {_short(text)}: {error}") from error
     return _id_list(encoding["input_ids"])
 
 
@@ -210,7 +212,7 @@ def _encode_chat(
     chat: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
 ) -> list[int]:
     if not template_kwargs.get("chat_template") and not getattr(tokenizer, "chat_template", "unknown"):
-        raise ValueError(
+        raise PromptError(
             f"the tokenizer has no chat template for the chat {_short(chat)}; set tokenizer.chat_template, "
             "pass chat_template in chat_template_kwargs, or pass text or token ids"
         )
@@ -225,7 +227,7 @@ def _encode_chat(
         with tokenizer_lock(tokenizer):
             encoding: Any = tokenizer.apply_chat_template([dict(message) for message in chat], **options)
     except Exception as error:
-        raise ValueError(f"the chat template refused {_short(chat)}: {error}") from error
+        raise PromptError(f"the chat template refused {_short(chat)}: {error}") from error
     if isinstance(encoding, str):
         raise TypeError("the chat template gave text, not ids; leave tokenize=False out of chat_template_kwargs")
     return _unpadded_ids(encoding) if isinstance(encoding, Mapping) else _id_list(encoding)
@@ -238,11 +240,11 @@ def _unpadded_ids(encoding: Mapping[str, Any]) -> list[int]:
         return ids
     mask = _one_row(mask_given, "an attention_mask of zeros and ones")
     if len(mask) != len(ids):
-        raise ValueError(f"the attention_mask has {len(mask)} entries for {len(ids)} token ids: {_short(mask)}")
+        raise PromptError(f"the attention_mask has {len(mask)} entries for {len(ids)} token ids: {_short(mask)}")
     if any(flag not in (0, 1) for flag in mask):
-        raise ValueError(f"the attention_mask holds values besides 0 and 1: {_short(mask)}")
+        raise PromptError(f"the attention_mask holds values besides 0 and 1: {_short(mask)}")
     if ids and not any(mask):
-        raise ValueError(f"the attention_mask hides all {len(ids)} token ids of the prompt {_short(ids)}")
+        raise PromptError(f"the attention_mask hides all {len(ids)} token ids of the prompt {_short(ids)}")
     return [token_id for token_id, keep in zip(ids, mask, strict=True) if keep]
 
 
@@ -263,7 +265,7 @@ def _id_list(value: Any) -> list[int]:
         ids = [_token_id(element, position) for position, element in enumerate(ids)]
     if ids and min(ids) < 0:
         position = next(i for i, token_id in enumerate(ids) if token_id < 0)
-        raise ValueError(
+        raise PromptError(
             f"token id {ids[position]} at position {position} is negative; a tokenizer gives ids from 0 up, "
             "and padding is marked by attention_mask"
         )

@@ -136,3 +136,16 @@ def test_the_longest_request_really_fits() -> None:
     r = request(list(range(longest)))
     while r.pending:
         compute(kv, r, min(3, r.pending))
+
+
+def test_nothing_that_builds_on_old_weights_is_found_again() -> None:
+    """Also in layers that see only a window, whose newest block alone would make a hit."""
+    kv, running = cache(groups=(SLIDING,)), request(list(range(12)))
+    compute(kv, running, 6)
+    kv.drop_cache()
+    compute(kv, running, 5)
+    assert kv.hit(request(list(range(12)))) == 0
+    fresh = request(list(range(12)))
+    kv.hit(fresh)
+    compute(kv, fresh, 11)
+    assert kv.hit(request(list(range(12)))) == 10

@@ -165,7 +165,7 @@ def test_a_bad_prompt_spoils_only_itself(
 ) -> None:
     first, error, last = encode_prompts([[1, 2], bad, "hi"], tokenizer)
     assert first == [1, 2] and last == tokenizer("hi")["input_ids"]
-    assert type(error) is kind and error.__traceback__ is None
+    assert isinstance(error, kind) and error.__traceback__ is None
     with pytest.raises(kind, match=message):
         raise error
     with pytest.raises(kind, match=message):
