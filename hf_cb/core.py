@@ -161,7 +161,7 @@ class Request:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens this request can ever have in the KV cache (its last token is never computed)."""
+        """Most tokens it can ever have in the KV cache: its last one is never computed."""
         return len(self.prompt_ids) + self.params.max_new_tokens - 1
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from hf_cb.core import Update
 from hf_cb.engine.engine import Engine
 from hf_cb.errors import ManagerStoppedError, RequestCancelledError
+from hf_cb.manager.openmp import release_idle_workers
 from hf_cb.manager.training_mode import enter_eval, leave_eval
 
 logger = logging.getLogger("hf_cb")
@@ -86,6 +87,7 @@ class EngineLoop:
                 return
             self.fatal_error = None
             self._stopping = None
+            release_idle_workers()  # the caller has probably just loaded the model
             enter_eval(self.model)
             self._thread = threading.Thread(target=self._run, name="hf_cb", daemon=True)
             self._thread.start()

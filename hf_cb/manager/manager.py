@@ -19,6 +19,7 @@ from hf_cb.manager.build import build_engine
 from hf_cb.manager.compat import TransformersCalls
 from hf_cb.manager.handle import Handle
 from hf_cb.manager.loop import EngineLoop
+from hf_cb.manager.openmp import release_idle_workers
 from hf_cb.manager.router import Router
 from hf_cb.models.generation import Recipe, make_recipe
 from hf_cb.models.plan import Need
@@ -172,6 +173,7 @@ class ContinuousBatchingManager(TransformersCalls):
 
     def _enqueue(self, requests: list[Request], handle: Handle | None, streaming: bool = False) -> None:
         self.loop.refuse_if_stopped()
+        release_idle_workers()  # whoever submits is about to wait
         with self._lock:
             limit = self.config.max_queue_size
             queued = sum(r.status is Status.WAITING for r in self._live.values()) if limit else 0

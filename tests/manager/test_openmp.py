@@ -1,0 +1,38 @@
+"""Idle OpenMP workers are given back, and come back when they are needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import os, torch
+from hf_cb.manager.openmp import _loaded_runtimes, release_idle_workers
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(3)
+x = torch.randn(600, 600)
+before = threads()
+y = x * 2
+with_workers = threads()
+release_idle_workers()
+release_idle_workers()
+without = threads()
+assert torch.equal(x * 2, y) and torch.get_num_threads() == 3
+print(len(_loaded_runtimes()), before, with_workers, without, threads())
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="the process's libraries cannot be listed here")
+def test_workers_go_and_come_back() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "3"}
+    out = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True)
+    runtimes, before, with_workers, without, again = map(int, out.stdout.split())
+    if runtimes == 0:
+        pytest.skip("no OpenMP runtime that can pause is loaded")
+    assert with_workers == before + 2 and without == before and again == with_workers
