@@ -53,3 +53,11 @@ def patched() -> Iterator[None]:
     hf_cb.patch()
     yield
     hf_cb.unpatch()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests skip elsewhere, with the reason."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs CUDA"))

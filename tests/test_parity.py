@@ -41,7 +41,9 @@ def test_with_so_few_blocks_that_requests_are_preempted(family: str) -> None:
     want = [generate_alone(model, p, greedy(30)) for p in prompts]
     engine_config = EngineConfig(block_size=4, num_blocks=60 if family == "Gemma3" else 15, max_batch_tokens=24)
     with model.continuous_batching_context_manager(continuous_batching_config=engine_config) as manager:
-        got = [h.result() for h in [manager.submit(p, greedy(30)) for p in prompts]]
+        with manager.pause():  # so that all are there at once
+            handles = [manager.submit(p, greedy(30)) for p in prompts]
+        got = [h.result() for h in handles]
     assert [r.generated_tokens for r in got] == want
     assert sum(r.metrics.preemptions for r in got) > 0, "the cache was meant to be too small"
     manager.engine.check_idle()
