@@ -122,7 +122,7 @@ class Request:
     status: Status = Status.WAITING
     num_computed: int = 0
     in_flight: int = 0  # tokens of a step that is launched and not yet committed
-    # by the KV cache: a block table for each layer group, hashes of full blocks, and since when the weights are the same
+    # by the KV cache: a block table for each layer group, hashes of full blocks, the age of the weights
     tables: list[list[int]] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     epoch: int = 0
