@@ -63,10 +63,8 @@ class SamplingParams:
 
 @dataclass
 class RequestMetrics:
-    """Where a request's time went; durations in seconds, NaN until known.
-
-    `ttft_s` runs from submission to the first token, `itl_s` is the mean time between tokens after it.
-    """
+    """Where a request's time went, in seconds, NaN until known. `ttft_s` runs from submission to the first token,
+    `itl_s` is the mean time between tokens after it."""
 
     queue_s: float = float("nan")
     prefill_s: float = float("nan")
@@ -285,7 +283,7 @@ class StepRecord:
 
     @property
     def host_s(self) -> float:
-        """The engine's own time: everything but the forward and the sampling."""
+        """The engine's own time."""
         return self.plan_s + self.build_s + self.commit_s
 
 
