@@ -163,6 +163,10 @@ class ResolvedConfig:
     trace_steps: int
     reasons: dict[str, str] = field(default_factory=dict)
 
+    def without_prefix_caching(self) -> ResolvedConfig:
+        """For a path on which requests share nothing."""
+        return dataclasses.replace(self, prefix_caching=False)
+
 
 @dataclass(frozen=True)
 class Surroundings:

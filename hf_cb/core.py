@@ -238,6 +238,7 @@ class StepBatch:
     step's included) int32, both also as Python lists.
     """
 
+    requests: list[Request]
     input_ids: Tensor
     position_ids: Tensor
     logits_rows: Tensor

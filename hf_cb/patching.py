@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from hf_cb.attention import interception
 from hf_cb.config import EngineConfig
 from hf_cb.errors import IncompatibleTransformersError, OptionError
+from hf_cb.manager import explain as explaining
 from hf_cb.manager import kept
 from hf_cb.methods import METHODS, NEW, Settings
-from hf_cb.models import explain as explaining
 from hf_cb.models import generation
 from hf_cb.models.support import check_supported
 

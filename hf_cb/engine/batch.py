@@ -23,6 +23,7 @@ def build(plan: StepPlan, num_groups: int, block_size: int, device: torch.device
     logits_rows = ends + np.arange(len(ends)) - np.repeat(np.cumsum(samples) - samples, samples)
     ids = [t for p in parts for t in _token_ids(p)]
     return StepBatch(
+        requests=[p.request for p in parts],
         input_ids=torch.tensor(ids, dtype=torch.long, device=device),
         position_ids=_to(positions, device),
         logits_rows=_to(logits_rows, device),

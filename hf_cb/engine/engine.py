@@ -45,6 +45,10 @@ class Runner(Protocol):
         """What keys and values depend on besides weights and tokens, such as the active adapters."""
         ...
 
+    def forget(self, request: Request) -> None:
+        """It has ended or was preempted: state that is kept for it is of no use any more."""
+        ...
+
 
 @dataclass
 class InFlight:
@@ -104,6 +108,8 @@ class Engine:
             if self.has_work and not any(r.in_flight for r in self.scheduler.running):
                 raise RuntimeError("The scheduler found nothing to run though requests wait: this is a bug in hf_cb.")
             return None
+        for request in plan.preempted:
+            self.runner.forget(request)
         for request in plan.admitted:
             request.started = request.started or times[0]
         times.append(time.perf_counter())
@@ -192,6 +198,7 @@ class Engine:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         self.scheduler.remove(request)
+        self.runner.forget(request)
         request.finish_reason = reason
         request.finished = time.perf_counter()
         m = request.metrics

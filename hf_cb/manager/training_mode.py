@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -20,6 +22,16 @@ def enter_eval(model: nn.Module) -> None:
             if _training[model]:
                 model.eval()
         _users[model] = _users.get(model, 0) + 1
+
+
+@contextmanager
+def in_eval(model: nn.Module) -> Iterator[None]:
+    """`enter_eval` and `leave_eval` around a block."""
+    enter_eval(model)
+    try:
+        yield
+    finally:
+        leave_eval(model)
 
 
 def leave_eval(model: nn.Module) -> None:

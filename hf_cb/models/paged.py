@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_cb.attention.backend import AttentionBackend
 from hf_cb.attention.interception import AttentionCall, stepping
-from hf_cb.core import LayerFacts, StepBatch
+from hf_cb.core import LayerFacts, Request, StepBatch
 from hf_cb.errors import UnsupportedModelError
 from hf_cb.kernels.reference.paged_attention import chunk_attention
 from hf_cb.models.groups import LayerGroup, storage_layers
@@ -131,6 +131,9 @@ class PagedModel:
         if not getattr(self.model, "_hf_peft_config_loaded", False):
             return b""
         return repr(self.model.active_adapters()).encode()
+
+    def forget(self, request: Request) -> None:
+        """All that is kept for a request is in its blocks."""
 
     @torch.no_grad()
     def forward(self, batch: StepBatch) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import psutil
@@ -12,7 +12,6 @@ from hf_cb.attention.backend import AttentionBackend, choose_backend
 from hf_cb.config import EngineConfig, ResolvedConfig, Surroundings, resolve
 from hf_cb.models.groups import LayerGroup, group_layers, storage_layers
 from hf_cb.models.paged import Trace, trace_layers
-from hf_cb.models.support import check_supported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,42 +29,65 @@ class Need:
 
 @dataclass
 class ModelPlan:
-    """How a model will be driven, before any cache is allocated."""
+    """How a model will be driven, before any cache is allocated. Without a backend: densely, with no trace."""
 
-    trace: Trace
-    groups: list[LayerGroup]
-    backend: AttentionBackend
-    backend_reason: str
     config: ResolvedConfig
+    groups: list[LayerGroup]
+    block_bytes: int
+    trace: Trace = field(default_factory=Trace)
+    backend: AttentionBackend | None = None
+    backend_reason: str = ""
 
 
 def model_length(model: PreTrainedModel) -> int:
     """Tokens of one sequence that the model has positions for."""
     config = model.config.get_text_config()
-    return int(getattr(config, "max_position_embeddings", None) or UNKNOWN_LENGTH)
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    given = (getattr(config, name, None) for name in names)
+    return next((v for v in given if isinstance(v, int) and v > 0), UNKNOWN_LENGTH)
 
 
-def plan_model(model: PreTrainedModel, options: EngineConfig, need: Need | None = None) -> ModelPlan:
-    """Decides everything.
+def plan_paged(model: PreTrainedModel, options: EngineConfig, need: Need | None = None) -> ModelPlan:
+    """The plan of the paged path.
 
     Raises:
         UnsupportedModelError, OptionError: naming the model or the option, and the remedy.
     """
-    check_supported(model)
     trace = trace_layers(model)
     backend, why = choose_backend(options.attention, trace.layers)
     groups = group_layers(trace.layers, options.max_model_len or model_length(model))
     stored = [trace.layers[i] for i in storage_layers(groups)]
-    around = Surroundings(
+
+    def block_bytes(block_size: int) -> int:
+        return sum(backend.block_bytes(layer, block_size) for layer in stored)
+
+    config = resolve(options, _surroundings(model, block_bytes, len(groups), need))
+    return ModelPlan(config, groups, block_bytes(config.block_size), trace, backend, why)
+
+
+def plan_dense(model: PreTrainedModel, options: EngineConfig, need: Need | None = None) -> ModelPlan:
+    """The plan of the dense path: blocks only count tokens, of the size that full attention would need."""
+    text = model.config.get_text_config()
+    layers = getattr(text, "num_hidden_layers", 1) or 1
+    token_bytes = 2 * layers * (getattr(text, "hidden_size", None) or 1024) * model.dtype.itemsize
+
+    def block_bytes(block_size: int) -> int:
+        return block_size * token_bytes
+
+    config = resolve(options, _surroundings(model, block_bytes, 1, need))
+    return ModelPlan(config.without_prefix_caching(), [LayerGroup((), ())], block_bytes(config.block_size))
+
+
+def _surroundings(model: PreTrainedModel, block_bytes: object, num_groups: int, need: Need | None) -> Surroundings:
+    return Surroundings(
         model_len=model_length(model),
         free_bytes=free_memory(model.device),
         device_type=model.device.type,
-        block_bytes=lambda block_size: sum(backend.block_bytes(layer, block_size) for layer in stored),
-        num_groups=len(groups),
+        block_bytes=block_bytes,
+        num_groups=num_groups,
         need_tokens=need.tokens if need else None,
         need_seqs=need.seqs if need else None,
     )
-    return ModelPlan(trace, groups, backend, why, resolve(options, around))
 
 
 def free_memory(device: torch.device) -> int:

@@ -30,6 +30,9 @@ class FakeRunner:
     def weights_key(self) -> object:
         return self.key
 
+    def forget(self, request: Request) -> None:
+        pass
+
     def salt(self) -> bytes:
         return b""
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from hf_cb.config import EngineConfig
 from hf_cb.errors import HfCbError
-from hf_cb.models.groups import storage_layers
-from hf_cb.models.plan import plan_model
+from hf_cb.manager.build import plan_engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Explanation:
-    """Printed, it is a few lines of text; `path` is "paged" or "refused"."""
+    """Printed, it is a few lines of text; `path` is "paged", "dense", "recompute" or "refused"."""
 
     model: str
     path: str
@@ -38,29 +37,29 @@ class Explanation:
 
 
 def explain(model: PreTrainedModel, options: EngineConfig) -> Explanation:
-    """Which path, backend and sizes the model would get. Runs two tokens through it and allocates nothing."""
+    """Which path, backend and sizes the model would get. Runs a few tokens through it the first time."""
     name = type(model).__name__
     try:
-        plan = plan_model(model, options)
+        verdict, plan = plan_engine(model, options)
     except HfCbError as refusal:
         return Explanation(name, "refused", str(refusal))
     groups = []
-    for group in plan.groups:
+    for group in plan.groups if plan.backend else ():
         layer = plan.trace.layers[group.layers[0]]
         kind = f"window {group.window}" if group.window else f"chunk {group.chunk}" if group.chunk else "full attention"
         groups.append(
             f"{len(group.layers)} with {kind}: {layer.num_heads} heads, {layer.num_kv_heads} KV heads of "
             f"{layer.head_dim}, {str(layer.dtype).removeprefix('torch.')} on {layer.device}"
         )
-    stored = [plan.trace.layers[i] for i in storage_layers(plan.groups)]
-    block = sum(plan.backend.block_bytes(layer, plan.config.block_size) for layer in stored)
     values = {name: f"{getattr(plan.config, name)} ({reason})" for name, reason in plan.config.reasons.items()}
-    values["kv_cache"] = f"{plan.config.num_blocks * block / 2**20:.0f} MiB ({block} bytes a block)"
+    values["kv_cache"] = (
+        f"{plan.config.num_blocks * plan.block_bytes / 2**20:.0f} MiB ({plan.block_bytes} bytes a block)"
+    )
     return Explanation(
         model=name,
-        path="paged",
-        reason="all its attention calls reached hf_cb",
-        backend=plan.backend.name,
+        path=verdict.path,
+        reason=verdict.reason or "its logits are those of generate",
+        backend=plan.backend.name if plan.backend else None,
         backend_reason=plan.backend_reason,
         layers=groups,
         config=values,

@@ -1,0 +1,178 @@
+"""Which path is right for a model is measured, not listed.
+
+Two requests run through an engine on each path, with chunks and decodes in one step, past windows of 8; the logits are
+compared with those of `generate`'s own steps on one request alone. That happens on a tiny twin of the model where one
+can be made; a few tokens on the model itself confirm it. The first path that agrees is taken.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hf_cb.config import EngineConfig
+from hf_cb.core import PlanPart, Request, SamplingParams
+from hf_cb.engine.engine import Engine
+from hf_cb.engine.sampler import Sampled
+from hf_cb.errors import UnsupportedModelError
+from hf_cb.models.dense import DenseModel
+from hf_cb.models.paged import PagedModel
+from hf_cb.models.plan import plan_dense, plan_paged
+from hf_cb.models.twin import VOCAB, make_twin
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger("hf_cb")
+
+SMALL = 3_000_000  # parameters up to which a float32 model is its own twin
+LENGTHS, NEW_TOKENS = (21, 5), 6  # on a twin: past a window of 8, in chunks of 8
+SHORT_LENGTHS, SHORT_NEW_TOKENS = (5, 3), 2  # on the model itself
+# how far logits may be apart, relative to the largest: rounding is far below, a wrong key far above
+TOLERANCE = {torch.float32: 2e-4, torch.float64: 1e-6, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The path that a model takes ("paged", "dense" or "recompute"), and why not a faster one."""
+
+    path: str
+    reason: str
+
+
+def build_paged(model: PreTrainedModel, options: EngineConfig) -> Engine:
+    plan = plan_paged(model, options)
+    assert plan.backend is not None
+    config = plan.config
+    runner = PagedModel(model, plan.trace, plan.groups, plan.backend, config.num_blocks, config.block_size)
+    return Engine(runner, config)
+
+
+def build_dense(model: PreTrainedModel, options: EngineConfig, recompute: bool = False) -> Engine:
+    return Engine(DenseModel(model, recompute), plan_dense(model, options).config)
+
+
+PATHS: dict[str, Callable[[PreTrainedModel, EngineConfig], Engine]] = {
+    "paged": build_paged,
+    "dense": build_dense,
+    "recompute": lambda model, options: build_dense(model, options, recompute=True),
+}
+
+_lock = threading.RLock()
+_of_model: weakref.WeakKeyDictionary[PreTrainedModel, Verdict] = weakref.WeakKeyDictionary()
+_of_architecture: dict[tuple[type, str], Verdict] = {}
+
+
+def judge(model: PreTrainedModel) -> Verdict:
+    """The verdict on a model in `eval()`; measured once for a model, and the twin's part once for an architecture.
+
+    Raises:
+        UnsupportedModelError: no path agrees with `generate`; the message says why for each.
+    """
+    with _lock:
+        verdict = _of_model.get(model)
+        if verdict is None:
+            verdict = _of_model[model] = _judge(model)
+            if verdict.path != "paged":
+                name = type(model).__name__
+                logger.warning("%s takes the %s path, which is slower: %s", name, verdict.path, verdict.reason)
+        return verdict
+
+
+def _judge(model: PreTrainedModel) -> Verdict:
+    if _is_small(model):
+        return _first_right(copy.deepcopy(model), LENGTHS, NEW_TOKENS, list(PATHS), "")
+    key = (type(model), f"{model.config.to_json_string(use_diff=False)} {model.config._attn_implementation}")
+    if key not in _of_architecture:
+        twin = make_twin(model)
+        if twin is not None:
+            _of_architecture[key] = _first_right(twin, LENGTHS, NEW_TOKENS, list(PATHS), "")
+    verdict = _of_architecture.get(key)
+    paths = list(PATHS)[list(PATHS).index(verdict.path) :] if verdict else list(PATHS)
+    return _first_right(model, SHORT_LENGTHS, SHORT_NEW_TOKENS, paths, verdict.reason if verdict else "")
+
+
+def _first_right(
+    model: PreTrainedModel, lengths: Sequence[int], new_tokens: int, paths: Sequence[str], reason: str
+) -> Verdict:
+    """The first of the paths whose logits agree with each request's own, alone."""
+    limit = TOLERANCE.get(model.dtype, 8e-2)
+    vocab = min(VOCAB, model.get_input_embeddings().weight.shape[0])
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
+    want: dict[str, list[Tensor]] = {}
+    for i, prompt in enumerate(prompts):
+        own = model if len(paths) < len(PATHS) or not _is_small(model) else copy.deepcopy(model)
+        want |= _run(build_dense(own, _options()), {f"r{i}": prompt}, new_tokens).seen
+    forced = {name: [int(row.argmax()) for row in rows] for name, rows in want.items()}
+    why = [reason] if reason else []
+    for path in paths:
+        try:
+            engine = PATHS[path](model, _options())
+            got = _run(engine, {f"r{i}": p for i, p in enumerate(prompts)}, new_tokens, forced).seen
+        except Exception as error:
+            why.append(f"{path}: {error}")
+            continue
+        off = max(_distance(a, b) for name in want for a, b in zip(want[name], got[name], strict=True))
+        if off <= limit:
+            return Verdict(path, "; ".join(why))
+        why.append(f"{path}: its logits are off by {off:.1g} of the largest")
+    raise UnsupportedModelError(
+        f"{type(model).__name__} cannot be batched, as no path agrees with it: {'; '.join(why)}"
+    )
+
+
+def _options() -> EngineConfig:
+    return EngineConfig(block_size=4, max_batch_tokens=8, num_blocks=200)
+
+
+def _distance(want: Tensor, got: Tensor) -> float:
+    finite = want.isfinite()
+    if not torch.equal(finite, got.isfinite()) or not finite.any():
+        return float("inf")
+    return float((want - got)[finite].abs().max() / want[finite].abs().max().clamp(min=1e-6))
+
+
+@dataclass
+class _Recorder:
+    """A sampling step that keeps every row of logits, and takes the tokens it is told to take."""
+
+    forced: dict[str, list[int]] | None = None
+    seen: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def sample(self, logits: Tensor, parts: Sequence[PlanPart]) -> list[list[Sampled]]:
+        rows = iter(logits.float().cpu())
+        return [[Sampled(self._token(part.request, next(rows))) for _ in range(part.samples)] for part in parts]
+
+    def _token(self, request: Request, row: Tensor) -> int:
+        seen = self.seen.setdefault(request.request_id, [])
+        seen.append(row.clone())
+        return self.forced[request.request_id][len(seen) - 1] if self.forced else int(row.argmax())
+
+
+def _run(
+    engine: Engine, prompts: dict[str, list[int]], new_tokens: int, forced: dict[str, list[int]] | None = None
+) -> _Recorder:
+    recorder = engine.sampler = _Recorder(forced)
+    for name, prompt in prompts.items():
+        engine.admit(Request(name, prompt, SamplingParams(new_tokens)))
+        engine.step()  # so that the second prompt meets the first one's later chunks and decodes
+    while engine.has_work:
+        engine.step()
+    return recorder
+
+
+def _is_small(model: PreTrainedModel) -> bool:
+    return (
+        model.dtype == torch.float32
+        and model.device.type == "cpu"
+        and sum(p.numel() for p in model.parameters()) <= SMALL
+    )

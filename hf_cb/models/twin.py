@@ -1,0 +1,95 @@
+"""A tiny random float32 model of the same class: the same wiring with short windows, on which a path can be tried in
+milliseconds."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+MAX_PARAMETERS = 30_000_000  # a config that does not shrink below this has sizes that we do not know
+WINDOW = 8
+VOCAB = 128
+
+# attribute -> its size in the twin, where the config has it and it is larger
+_SIZES = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "shared_expert_intermediate_size"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 32),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 256),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk"), 2),
+    **dict.fromkeys(("n_group", "topk_group"), 1),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "head_dim", "v_head_dim", "hidden_size_per_layer_input"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 8),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size"), WINDOW),
+    **dict.fromkeys(("max_window_layers", "first_k_dense_replace"), 1),
+}
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+_SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def make_twin(model: PreTrainedModel) -> PreTrainedModel | None:
+    """The twin of a model, or None if its config cannot be shrunk that way. torch's random state is left alone."""
+    try:
+        config = shrink(model.config)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(0)
+            if _num_parameters(model, config) > MAX_PARAMETERS:
+                return None
+            twin = type(model)._from_config(config, dtype=torch.float32).eval()
+            for parameter in twin.parameters():
+                if parameter.dim() > 1:  # spread the logits: a wrong path must show in the numbers
+                    torch.nn.init.normal_(parameter, std=0.2)
+    except Exception:  # whatever a config class objects to: there is no twin then
+        return None
+    return twin
+
+
+def shrink(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy of a config with small sizes, short windows, and one layer or two of each kind."""
+    config = copy.deepcopy(config)
+    config._attn_implementation = "sdpa" if "flash" in str(config._attn_implementation) else config._attn_implementation
+    text = config.get_text_config()
+    for name in _HEADS:
+        heads = getattr(text, name, None)
+        if heads is not None:
+            kv_heads = getattr(text, "num_key_value_heads", None)
+            setattr(text, name, 4)
+            if kv_heads is not None:
+                text.num_key_value_heads = 4 if kv_heads == heads else 1 if kv_heads == 1 else 2
+            break
+    kinds = getattr(text, "layer_types", None)
+    for name in _LAYERS:
+        if getattr(text, name, None) is not None:
+            setattr(text, name, len(_few_layers(kinds)) if kinds else min(4, getattr(text, name)))
+            break
+    if kinds:
+        with contextlib.suppress(AttributeError):  # where it is computed from other fields
+            text.layer_types = _few_layers(kinds)
+    for name, size in _SIZES.items():
+        value = getattr(text, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > size:
+            setattr(text, name, size)
+    for name in _SPECIAL_TOKENS:
+        if getattr(text, name, None) is not None:
+            setattr(text, name, 2)
+    return config
+
+
+def _few_layers(kinds: list[str]) -> list[str]:
+    """The shortest beginning with all kinds in it, and one layer more."""
+    end = max(kinds.index(kind) for kind in set(kinds)) + 2
+    return list(kinds[:end])
+
+
+def _num_parameters(model: PreTrainedModel, config: Any) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in type(model)(config).parameters())
