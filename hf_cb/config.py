@@ -103,6 +103,8 @@ class EngineConfig:
         for name in ("block_size", "num_blocks", "max_batch_tokens", "max_num_seqs", "max_model_len", "prefill_chunk"):
             _check_count(name, getattr(self, name), least=1, optional=True)
         _check_count("num_threads", self.num_threads, least=1, optional=True)
+        if self.num_threads is not None and self.num_threads > MAX_THREADS:
+            raise OptionError(f"num_threads must be at most {MAX_THREADS}, not {self.num_threads}.")
         _check_count("max_queue_size", self.max_queue_size, least=0)
         _check_count("trace_steps", self.trace_steps, least=1)
         _check_count("seed", self.seed, least=0, optional=True)
@@ -122,8 +124,10 @@ class EngineConfig:
             raise OptionError(f'modules={self.modules!r} is not supported yet: use modules="off".')
 
     @classmethod
-    def of(cls, config: Any = None, **options: Any) -> EngineConfig:
+    def of(cls, config: Any = None, base: EngineConfig | None = None, **options: Any) -> EngineConfig:
         """The EngineConfig of what a user passed: None, ours, transformers', or a dict; `options` override it.
+
+        transformers' own says nothing of most of ours: what it leaves open is as in `base`.
 
         Raises:
             OptionError: an unknown or unsupported option, by its name.
@@ -136,6 +140,11 @@ class EngineConfig:
             given = dict(config)
         elif type(config).__name__ == "ContinuousBatchingConfig":
             given = _convert(config)
+            if base is not None:
+                rest = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
+                if "num_blocks" in given:
+                    rest["kv_budget"] = None
+                given = rest | given
         else:
             raise OptionError(
                 f"continuous_batching_config must be a ContinuousBatchingConfig or an hf_cb.EngineConfig, "
@@ -181,6 +190,7 @@ class Surroundings:
     need_seqs: int | None = None
 
 
+MAX_THREADS = 1024
 CPU_KV_CAP = 4 * 2**30  # a library in somebody's notebook does not fill the machine; kv_budget asks for more
 
 
@@ -217,7 +227,8 @@ def resolve(config: EngineConfig, around: Surroundings) -> ResolvedConfig:
         num_blocks = parse_bytes(config.kv_budget) // per_block
         why["num_blocks"] = f"kv_budget={config.kv_budget} bytes at {per_block} bytes a block"
     else:
-        fraction = config.max_memory_fraction or (0.3 if on_cpu else 0.85)
+        fraction = config.max_memory_fraction
+        fraction = (0.3 if on_cpu else 0.85) if fraction is None else fraction
         room = int(around.free_bytes * fraction)
         if on_cpu and config.max_memory_fraction is None:
             room = min(room, CPU_KV_CAP)
@@ -276,7 +287,7 @@ def _convert(config: Any) -> dict[str, Any]:
 def _check_count(name: str, value: Any, least: int, optional: bool = False) -> None:
     if value is None and optional:
         return
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise OptionError(f"{name} must be a whole number{' or None' if optional else ''}, not {value!r}.")
     if value < least:
         raise OptionError(f"{name} must be at least {least}, not {value}.")

@@ -57,7 +57,7 @@ class SamplingParams:
     seed: int = 0
     process: LogitsProcess | None = None
     stop_checks: tuple[StopCheck, ...] = ()
-    max_time: float | None = None  # seconds from the first step
+    max_time: float | None = None  # seconds since submission
     logprobs: bool = False
 
 
@@ -112,7 +112,6 @@ class Request:
     params: SamplingParams
     priority: int = 0
     deadline: float | None = None  # on time.perf_counter()
-    salt: bytes = b""  # what keys and values depend on besides tokens and weights; part of the prefix hash
     fork_of: Request | None = None  # shares that request's prompt blocks once they are computed
     arrival: int = field(default_factory=lambda: next(_arrivals))
     created: float = field(default_factory=time.perf_counter)

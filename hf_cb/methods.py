@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Generator
 from contextlib import AbstractContextManager
@@ -10,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from hf_cb.config import EngineConfig
 from hf_cb.core import Delta, GenerationOutput
-from hf_cb.manager import calls, kept
+from hf_cb.manager import calls, kept, session
 from hf_cb.manager.manager import ContinuousBatchingManager
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+logger = logging.getLogger("hf_cb")
 
 
 @dataclass
@@ -28,7 +31,7 @@ class Settings:
         """The engine's options for a call that was given `config`."""
         if config is None:
             config = getattr(generation_config, "continuous_batching_config", None)
-        return self.config if config is None else EngineConfig.of(config)
+        return self.config if config is None else EngineConfig.of(config, base=self.config)
 
     def tokenizer_of(self, model: Any, tokenizer: Any) -> Any:
         """The one given, or the one from `accelerate`, or the one in the model's own folder."""
@@ -65,7 +68,7 @@ def generate_batch(
     """
     batch = _batch(settings, self, inputs, generation_config, continuous_batching_config, tokenizer, generation_kwargs)
     batch.persistent = persistent_manager
-    return calls.generate_batch(self, batch, record_timestamps=record_timestamps, progress_bar=progress_bar)
+    return calls.generate_batch(batch, record_timestamps=record_timestamps, progress_bar=progress_bar)
 
 
 def stream_batch(
@@ -80,7 +83,7 @@ def stream_batch(
 ) -> Generator[Delta]:
     """Tokens and text of many prompts as they come; arguments as for `generate_batch`."""
     batch = _batch(settings, self, inputs, generation_config, continuous_batching_config, tokenizer, generation_kwargs)
-    return calls.stream_batch(self, batch)
+    return calls.stream_batch(batch)
 
 
 def iterate_batch(
@@ -95,7 +98,7 @@ def iterate_batch(
 ) -> Generator[GenerationOutput]:
     """Whole results as each finishes (see their `index`); arguments as for `generate_batch`. Inputs may be endless."""
     batch = _batch(settings, self, inputs, generation_config, continuous_batching_config, tokenizer, generation_kwargs)
-    return calls.iterate_batch(self, batch)
+    return calls.iterate_batch(batch)
 
 
 def init_continuous_batching(
@@ -109,7 +112,7 @@ def init_continuous_batching(
 ) -> ContinuousBatchingManager:
     """A manager, not started; the kept one if there is one."""
     config = settings.config_of(continuous_batching_config, generation_config)
-    return kept.get_manager(self, config, settings.tokenizer_of(self, tokenizer), generation_config)
+    return session.get_manager(self, config, settings.tokenizer_of(self, tokenizer), generation_config)
 
 
 def continuous_batching_context_manager(
@@ -126,7 +129,7 @@ def continuous_batching_context_manager(
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> AbstractContextManager[ContinuousBatchingManager]:
     """A running manager for a `with` block; at its end all requests are finished."""
-    return kept.open_manager(
+    return session.open_manager(
         self,
         settings.config_of(continuous_batching_config, generation_config),
         settings.tokenizer_of(self, tokenizer),
@@ -169,6 +172,7 @@ def _batch(
     if inputs is None:
         raise TypeError("inputs are missing: pass prompts, or input_ids as a tokenizer returns them.")
     return calls.Batch(
+        model=model,
         inputs=inputs,
         generation_config=generation_config,
         config=settings.config_of(config, generation_config),
@@ -190,6 +194,7 @@ def _folder_tokenizer(model: Any) -> Any:
         folder = getattr(model.config, "_name_or_path", "")
         try:
             _folder_tokenizers[model] = AutoTokenizer.from_pretrained(folder) if folder else None
-        except (OSError, ValueError):
+        except Exception as error:  # whatever its tokenizer lacks; ids can be generated from all the same
+            logger.info("%s has no usable tokenizer: %s", folder, error)
             _folder_tokenizers[model] = None
     return _folder_tokenizers[model]

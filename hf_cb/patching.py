@@ -11,6 +11,8 @@ import functools
 import inspect
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hf_cb.attention import interception
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-_lock = threading.RLock()
+_lock = threading.Lock()
+_dead: list[int] = []  # accelerated models that were collected, and are still counted as users
 _patched: Settings | None = None
 _accelerated: weakref.WeakKeyDictionary[Any, Settings] = weakref.WeakKeyDictionary()
 _finalizers: dict[int, weakref.finalize] = {}
@@ -47,7 +50,7 @@ def patch(**options: Any) -> None:
     if "modules" in options:
         raise OptionError(f"modules={options['modules']!r} changes one model: give it to hf_cb.accelerate(model).")
     settings = Settings(EngineConfig.of(None, **options))
-    with _lock:
+    with _locked():
         if _patched is None:
             _acquire()
         _patched = settings
@@ -56,7 +59,10 @@ def patch(**options: Any) -> None:
 def unpatch() -> None:
     """Undoes `patch`; models that were accelerated one by one stay so. Harmless if nothing is patched."""
     global _patched
-    with _lock:
+    for model in kept.models_with_kept_managers():
+        if model not in _accelerated:
+            kept.drop_kept_manager(model)
+    with _locked():
         if _patched is not None:
             _patched = None
             _release()
@@ -76,10 +82,10 @@ def accelerate(
     """
     settings = Settings(EngineConfig.of(None, **options), tokenizer)
     check_supported(model)
-    with _lock:
+    with _locked():
         if model not in _accelerated:
             _acquire()
-            _finalizers[id(model)] = weakref.finalize(model, _forget, id(model))
+            _finalizers[id(model)] = weakref.finalize(model, _bury, id(model))
             _finalizers[id(model)].atexit = False
         _accelerated[model] = settings
     return model
@@ -87,27 +93,44 @@ def accelerate(
 
 def restore(model: PreTrainedModel) -> PreTrainedModel:
     """Undoes `accelerate`, and destroys a manager that is kept with the model. Harmless on any other model."""
-    with _lock:
+    if model in _accelerated:
+        kept.drop_kept_manager(model)  # outside the lock: it waits for a thread
+    with _locked():
         if _accelerated.pop(model, None) is not None:
-            kept.drop_kept_manager(model)
             _finalizers[id(model)].detach()
-            _forget(id(model))
+            _dead.append(id(model))
     return model
 
 
 def explain(model: PreTrainedModel) -> explaining.Explanation:
     """Which path, backend and sizes a model takes, and why; print it. Works on any model, patched or not."""
-    interception.install()
-    try:
+    with interception.installed():
         settings = _settings_of(model)
         return explaining.explain(model, settings.config if settings else EngineConfig())
-    finally:
-        interception.uninstall()
 
 
-def _forget(key: int) -> None:
+@contextmanager
+def _locked() -> Iterator[None]:
     with _lock:
-        del _finalizers[key]
+        try:
+            yield
+        finally:
+            _forget_the_dead()
+
+
+def _bury(key: int) -> None:
+    """Called by the garbage collector, anywhere: also in a thread that holds the lock, which then does the rest."""
+    _dead.append(key)
+    if _lock.acquire(blocking=False):
+        try:
+            _forget_the_dead()
+        finally:
+            _lock.release()
+
+
+def _forget_the_dead() -> None:
+    while _dead:
+        del _finalizers[_dead.pop()]
         _release()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -27,4 +28,5 @@ def derive_seed(seed: int, child: int) -> int:
 
 def seed_sequence(seed: int | None) -> Iterator[int] | None:
     """Seeds for one request after another, all from one; None if there is none."""
-    return None if seed is None else (derive_seed(seed, i) for i in itertools.count())
+    # not a generator expression: those refuse to be advanced by two threads at once
+    return None if seed is None else map(functools.partial(derive_seed, seed), itertools.count())

@@ -44,12 +44,12 @@ class AttentionBackend(Protocol):
         """Stores k `[T, Hkv, D]` and v `[T, Hkv, Dv]`, then attends with q `[T, Hq, D]`: returns `[T, Hq, Dv]`."""
         ...
 
-    def copy_blocks(self, storage: Any, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies whole blocks, (source, destination): copy on write of a shared block."""
+    def copy_blocks(self, storage: Any, pairs: Tensor) -> None:
+        """Copies whole blocks, `[N, 2]` of source and destination; sources are read before any is written."""
         ...
 
-    def clear_blocks(self, storage: Any, blocks: Sequence[int]) -> None:
-        """These blocks get a new owner. A backend that reads past a request's length must drop their old content."""
+    def clear_blocks(self, storage: Any, blocks: Tensor) -> None:
+        """These blocks `[N]` get a new owner: a backend that reads past a request's length drops their old content."""
         ...
 
 

@@ -172,7 +172,7 @@ def _intersection(*masks: Any) -> MaskSpec | None:
 
 # ------------------------------------------------------------------------------------------------------- installation
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a garbage collection inside may end in uninstall()
 _users = 0
 _originals: list[tuple[Any, str, Any]] = []
 
@@ -198,11 +198,11 @@ def install() -> None:
     """
     global _users
     with _lock:
-        if _users == 0:
-            if gone := missing():
-                raise IncompatibleTransformersError(f"This transformers lacks {', '.join(gone)}.")
-            _wrap_all()
+        if _users == 0 and (gone := missing()):
+            raise IncompatibleTransformersError(f"This transformers lacks {', '.join(gone)}.")
         _users += 1
+        if _users == 1:
+            _wrap_all()
 
 
 def uninstall() -> None:
@@ -218,6 +218,16 @@ def uninstall() -> None:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """`install` and `uninstall` around a block."""
+    install()
+    try:
+        yield
+    finally:
+        uninstall()
 
 
 _ABSENT = object()

@@ -6,7 +6,6 @@ two requests is ever computed, and no mask over the concatenation is built.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -127,16 +126,15 @@ class ReferenceBackend:
             )
         return out
 
-    def copy_blocks(self, storage: Storage, pairs: Sequence[tuple[int, int]]) -> None:
-        source, target = torch.tensor(pairs, device=storage.k.device).unbind(1)
+    def copy_blocks(self, storage: Storage, pairs: Tensor) -> None:
+        source, target = pairs.to(storage.k.device).unbind(1)
         for cache in storage:
             cache.index_copy_(0, target, cache.index_select(0, source))
 
-    def clear_blocks(self, storage: Storage, blocks: Sequence[int]) -> None:
+    def clear_blocks(self, storage: Storage, blocks: Tensor) -> None:
         # a decode row reads whole blocks: what is past its end has weight zero, and zero times an old NaN is NaN
-        index = torch.tensor(blocks, device=storage.k.device)
         for cache in storage:
-            cache.index_fill_(0, index, 0)
+            cache.index_fill_(0, blocks.to(cache.device), 0)
 
 
 def _view(meta: Meta, layer: LayerFacts) -> View:

@@ -20,8 +20,8 @@ from hf_cb.bench.workload import Workload
 from hf_cb.config import EngineConfig
 from hf_cb.core import StepRecord
 from hf_cb.errors import OptionError
-from hf_cb.manager.kept import open_manager
 from hf_cb.manager.manager import ContinuousBatchingManager
+from hf_cb.manager.session import open_manager
 from hf_cb.models.plan import Need
 from hf_cb.patching import accelerate, restore
 

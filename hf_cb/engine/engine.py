@@ -7,6 +7,7 @@ step before it commits the present one; `step` is the plain loop.
 from __future__ import annotations
 
 import time
+import traceback
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -39,10 +40,6 @@ class Runner(Protocol):
 
     def weights_key(self) -> object:
         """Changes when cached keys and values are no longer those of the weights."""
-        ...
-
-    def salt(self) -> bytes:
-        """What keys and values depend on besides weights and tokens, such as the active adapters."""
         ...
 
     def forget(self, request: Request) -> None:
@@ -78,6 +75,7 @@ class Engine:
         self.records: deque[StepRecord] = deque(maxlen=config.trace_steps)
         self.num_steps = 0
         self._weights_key: object = None
+        self._timed: set[Request] = set()  # those that time can end
 
     @property
     def has_work(self) -> bool:
@@ -90,7 +88,8 @@ class Engine:
             PromptError: it can never fit, with the numbers.
         """
         request.params = replace(request.params, max_new_tokens=fit(request, self.config, self.kv))
-        request.salt = self.runner.salt()
+        if request.deadline is not None or request.params.max_time is not None:
+            self._timed.add(request)
         self.scheduler.add(request)
 
     def step(self) -> list[Update]:
@@ -99,6 +98,7 @@ class Engine:
         flight = self.launch()
         return late + (self.commit(flight) if flight is not None else [])
 
+    @torch.no_grad()
     def launch(self) -> InFlight | None:
         """Plans a step and runs it; None if nothing can run before an earlier step is committed."""
         times = [time.perf_counter()]
@@ -121,6 +121,7 @@ class Engine:
         times.append(time.perf_counter())
         return InFlight(plan, sampled, times)
 
+    @torch.no_grad()
     def commit(self, flight: InFlight) -> list[Update]:
         """Appends the sampled tokens, ends what is to end, gives blocks back, leaves a StepRecord."""
         began = time.perf_counter()
@@ -144,15 +145,22 @@ class Engine:
 
     def fail(self, request: Request, error: Exception) -> Update:
         """Ends a request with its error."""
+        traceback.clear_frames(error.__traceback__)  # they hold a step's logits
         request.in_flight = 0
         request.exception = error
         self._finish(request, "error")
         return Update(request, [])
 
+    def drop_all(self) -> None:
+        """Takes every request out, in the middle of whatever it was."""
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            request.in_flight = 0
+            self._take_out(request)
+
     def expire(self) -> list[Update]:
         """Ends the requests whose time is up."""
         now = time.perf_counter()
-        late = [r for r in (*self.scheduler.running, *self.scheduler.waiting) if not r.in_flight and is_late(r, now)]
+        late = [r for r in self._timed if not r.in_flight and is_late(r, now)]
         for request in late:
             self._finish(request, "timeout")
         return [Update(request, []) for request in late]
@@ -174,12 +182,17 @@ class Engine:
         reason: FinishReason | None = None
         for i, found in enumerate(sampled):
             if found.exception is not None:
-                return self.fail(request, found.exception)
+                self.fail(request, found.exception)
+                return Update(request, new_ids)
             new_ids.append(found.token_id)
             try:
                 reason = self._append(request, found, now)
             except Exception as error:  # a request's own stop check: it ends that request and nobody else's
-                return self.fail(request, error)
+                self.fail(request, error)
+                return Update(request, new_ids)
+            except SystemExit as error:
+                self.fail(request, RuntimeError(f"A stop check of this request called sys.exit({error})."))
+                return Update(request, new_ids)
             if reason is not None or i == len(part.drafts) or part.drafts[i] != found.token_id:
                 break
             request.num_computed += 1  # the draft was right, so its keys and values are too
@@ -197,8 +210,7 @@ class Engine:
         return check_stop(request, now)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        self.scheduler.remove(request)
-        self.runner.forget(request)
+        self._take_out(request)
         request.finish_reason = reason
         request.finished = time.perf_counter()
         m = request.metrics
@@ -209,6 +221,13 @@ class Engine:
             m.prefill_s = request.first_token - request.started
         if request.num_output > 1:
             m.itl_s = (request.timestamps[-1] - request.timestamps[0]) / (request.num_output - 1)
+
+    def _take_out(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        self.runner.forget(request)
+        self._timed.discard(request)
+        # processors may hold much, and a handle may keep the request for long
+        request.params = replace(request.params, process=None, stop_checks=())
 
     def _check_weights(self) -> None:
         if self.config.prefix_caching:

@@ -82,9 +82,8 @@ class KVCache:
         length = 0
         while length < most and all(known(g, length) for g in whole):
             length += 1
-        while length and not all(
-            known(g, i) for g in range(len(self.groups)) for i in range(self._first_block(g, length), length)
-        ):
+        rest = [g for g in range(len(self.groups)) if g not in whole]
+        while length and not all(known(g, i) for g in rest for i in range(self._first_block(g, length), length)):
             length -= 1
         if length:
             request.tables = [
@@ -118,6 +117,7 @@ class KVCache:
         self._share(tables)
         request.tables = tables
         request.epoch = source.epoch
+        request.block_hashes = source.block_hashes[: num_tokens // self.block_size]
         return num_tokens
 
     # ----------------------------------------------------------------------------------------------- growing, shrinking
@@ -183,10 +183,10 @@ class KVCache:
         return request.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
     def _hash(self, request: Request, num_blocks: int) -> None:
-        """Chained hashes of the request's first `num_blocks` blocks; the chain starts with what else KV depends on."""
+        """Chained hashes of the request's first `num_blocks` blocks; the chain starts with the epoch of the weights."""
         hashes = request.block_hashes
         while len(hashes) < num_blocks:
-            before = hashes[-1] if hashes else b"%d %b" % (request.epoch, request.salt)
+            before = hashes[-1] if hashes else b"%d" % request.epoch
             hashes.append(hash_block(before, self._tokens(request, len(hashes))))
 
 

@@ -83,6 +83,11 @@ def _sample_row(logits: Tensor, request: Request, ids: list[int]) -> Sampled:
     try:
         if params.process is not None:
             scores = params.process(torch.tensor([ids], device=logits.device), scores)
+            if scores.shape != (1, logits.shape[-1]):
+                raise ValueError(
+                    f"A logits processor of this request returned scores of shape {tuple(scores.shape)} instead of "
+                    f"{(1, logits.shape[-1])}."
+                )
         if bool(scores.isnan().any()):
             raise _not_a_number()
         u = uniform(params.seed, len(ids))
@@ -90,6 +95,8 @@ def _sample_row(logits: Tensor, request: Request, ids: list[int]) -> Sampled:
         logprob = float(scores[0, token] - scores[0].logsumexp(-1)) if params.logprobs else None
     except Exception as error:  # a request's own processor: it ends that request and nobody else's
         return Sampled(0, exception=error)
+    except SystemExit as error:
+        return Sampled(0, exception=RuntimeError(f"A processor of this request called sys.exit({error})."))
     return Sampled(token, logprob)
 
 
@@ -99,7 +106,11 @@ def _not_a_number() -> ValueError:
 
 def pick(scores: Tensor, u: float) -> int:
     """The token at which the cumulated probabilities of `scores [V]` pass u in [0, 1)."""
+    if scores.device.type == "mps":
+        scores = scores.cpu()  # it has no float64
     cumulated = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
+    if not cumulated[-1].isfinite():
+        raise ValueError("No token has a probability above zero: the processors of this request exclude them all.")
     target = cumulated[-1] * u  # so that rounding in the sum cannot push u past the end
     token = int(torch.searchsorted(cumulated, target, right=True))
     return min(token, scores.shape[-1] - 1)

@@ -38,7 +38,12 @@ class Scheduler:
         plan = StepPlan()
         left = self.config.max_batch_tokens
         planned: dict[Request, PlanPart] = {}
-        for request in list(self.policy.order(self.running, self.waiting)):
+        unasked = len(self.running)
+        for request in self.policy.order(list(self.running), list(self.waiting)):
+            closed = plan.bound_by in ("blocks", "requests")
+            if closed and not unasked:
+                break  # only new requests are left, perhaps thousands, and none may start
+            unasked -= request.status is Status.RUNNING
             if request.in_flight or request in plan.preempted:
                 continue
             if left == 0:
@@ -47,7 +52,7 @@ class Scheduler:
             gone = len(plan.preempted)
             if request.status is Status.WAITING:
                 # a new request never takes blocks from a running one, and none behind it overtakes
-                if plan.bound_by == "blocks" or plan.bound_by == "requests":
+                if closed:
                     continue
                 part = self._admit(request, left, plan)
             else:

@@ -18,8 +18,8 @@ def check_stop(request: Request, now: float) -> FinishReason | None:
 
 
 def is_late(request: Request, now: float) -> bool:
-    """Whether a request is past its deadline, or has run for longer than its `max_time`."""
+    """Whether a request is past its deadline, or its `max_time` since it was submitted is over."""
     if request.deadline is not None and now > request.deadline:
         return True
     max_time = request.params.max_time
-    return max_time is not None and request.started is not None and now - request.started > max_time
+    return max_time is not None and now - request.created > max_time

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from hf_cb.config import EngineConfig
 from hf_cb.engine.engine import Engine, Runner
-from hf_cb.engine.policies import make_policy
+from hf_cb.engine.policies import Policy, make_policy
 from hf_cb.errors import OptionError
 from hf_cb.manager.probe import Verdict, judge
 from hf_cb.manager.training_mode import in_eval
@@ -41,6 +43,11 @@ def plan_engine(model: PreTrainedModel, options: EngineConfig, need: Need | None
 def build_engine(model: PreTrainedModel, options: EngineConfig, need: Need | None = None) -> Engine:
     """An engine with its KV cache allocated; raises as `plan_engine`."""
     policy = make_policy(options.policy)
+    with torch.inference_mode(False):  # the loop's thread will write to the cache outside of the caller's mode
+        return _build(model, options, need, policy)
+
+
+def _build(model: PreTrainedModel, options: EngineConfig, need: Need | None, policy: Policy) -> Engine:
     verdict, plan = plan_engine(model, options, need)
     runner: Runner
     if plan.backend is not None:

@@ -16,8 +16,10 @@ from hf_cb.config import EngineConfig
 from hf_cb.core import Delta, GenerationOutput
 from hf_cb.errors import OptionError, PromptError
 from hf_cb.manager.handle import Handle, Reader
-from hf_cb.manager.kept import open_manager
-from hf_cb.manager.manager import ContinuousBatchingManager, ManagerStats
+from hf_cb.manager.kept import kept_manager
+from hf_cb.manager.manager import ContinuousBatchingManager
+from hf_cb.manager.session import open_manager
+from hf_cb.metrics.stats import ManagerStats
 from hf_cb.models.generation import Recipe, make_recipe
 from hf_cb.models.plan import Need, model_length
 from hf_cb.seeds import seed_sequence
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 class Batch:
     """What a call on a model was given, besides the model: prompts, and everything that steers them."""
 
+    model: PreTrainedModel
     inputs: Any
     generation_config: Any = None  # one for all, or a sequence with one for each input
     config: EngineConfig = field(default_factory=EngineConfig)
@@ -39,6 +42,15 @@ class Batch:
     chat_template_kwargs: dict[str, Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     persistent: bool = False
+
+    def __post_init__(self) -> None:
+        manager = kept_manager(self.model)
+        if manager is not None and self.config == EngineConfig():
+            self.config = manager.config  # it runs with these
+
+    def check(self) -> None:
+        """Raises OptionError now rather than when the first prompt is reached."""
+        next(self.recipes(), None)
 
     def encoded(self) -> Iterator[list[int] | Exception]:
         """The prompts as ids, lazily; a bad one is the exception that says so."""
@@ -49,17 +61,17 @@ class Batch:
             chat_template_kwargs=self.chat_template_kwargs,
         )
 
-    def recipes(self, model: PreTrainedModel) -> Iterator[Recipe]:
+    def recipes(self) -> Iterator[Recipe]:
         """Each prompt's options, merged and checked; without end if one config is for all."""
         per_input = isinstance(self.generation_config, Sequence)
         seeds = seed_sequence(self.config.seed)
         for config in self.generation_config if per_input else [self.generation_config]:
             recipe = make_recipe(
-                model,
+                self.model,
                 config,
                 self.options,
                 tokenizer=self.tokenizer,
-                default_length=self.config.max_model_len or model_length(model),
+                default_length=self.config.max_model_len or model_length(self.model),
                 logprobs=self.config.return_logprobs,
                 seeds=seeds,
             )
@@ -69,16 +81,16 @@ class Batch:
 
 
 def generate_batch(
-    model: PreTrainedModel, batch: Batch, *, record_timestamps: bool = False, progress_bar: bool = False
+    batch: Batch, *, record_timestamps: bool = False, progress_bar: bool = False
 ) -> dict[str, GenerationOutput]:
     """All results by request id, in the order of the inputs; a prompt's further sequences follow its first."""
     prompts = list(batch.encoded())
-    recipes = list(_pair(prompts, batch.recipes(model)))
+    recipes = list(_pair(prompts, batch.recipes()))
     if not prompts:
         return {}
-    need = _need(recipes, batch.config.max_model_len or model_length(model))
+    need = _need(recipes, batch.config.max_model_len or model_length(batch.model))
     outputs: list[GenerationOutput] = []
-    with _session(model, batch, need) as session:
+    with _session(batch, need) as session:
         before = session.manager.stats()
         submitted = [session.submit(prompt, recipe, i) for i, (prompt, recipe) in enumerate(recipes)]
         handles = [item for item in submitted if isinstance(item, Handle)]
@@ -86,14 +98,21 @@ def generate_batch(
             _show_progress(session.manager, handles, before)
         for item in submitted:
             outputs += item.outputs() if isinstance(item, Handle) else [item]
+        if session.manager.loop.fatal_error is not None:
+            session.manager.loop.refuse_if_stopped()
     for output in outputs:
         output.timestamps = output.timestamps if record_timestamps else None
     return {output.request_id: output for output in outputs}
 
 
-def stream_batch(model: PreTrainedModel, batch: Batch) -> Generator[Delta]:
+def stream_batch(batch: Batch) -> Generator[Delta]:
     """Tokens of all requests as they come. A sequence's last delta has its finish_reason and, if it failed, error."""
-    with _session(model, batch) as session:
+    batch.check()
+    return _stream(batch)
+
+
+def _stream(batch: Batch) -> Generator[Delta]:
+    with _session(batch) as session:
         readers: dict[Handle, Reader] = {}
         for item in session.news():
             if isinstance(item, GenerationOutput):
@@ -106,9 +125,14 @@ def stream_batch(model: PreTrainedModel, batch: Batch) -> Generator[Delta]:
                 del readers[item]
 
 
-def iterate_batch(model: PreTrainedModel, batch: Batch) -> Generator[GenerationOutput]:
+def iterate_batch(batch: Batch) -> Generator[GenerationOutput]:
     """Whole results as each finishes. Inputs are read only as fast as they are needed."""
-    with _session(model, batch) as session:
+    batch.check()
+    return _iterate(batch)
+
+
+def _iterate(batch: Batch) -> Generator[GenerationOutput]:
+    with _session(batch) as session:
         for item in session.news():
             if isinstance(item, GenerationOutput):
                 yield item
@@ -120,9 +144,8 @@ def iterate_batch(model: PreTrainedModel, batch: Batch) -> Generator[GenerationO
 class _Session:
     """One call's requests on a manager."""
 
-    def __init__(self, manager: ContinuousBatchingManager, model: PreTrainedModel, batch: Batch) -> None:
+    def __init__(self, manager: ContinuousBatchingManager, batch: Batch) -> None:
         self.manager = manager
-        self.model = model
         self.batch = batch
         self.live: set[Handle] = set()
 
@@ -130,7 +153,7 @@ class _Session:
         """A handle; or, for a bad prompt, its result."""
         if isinstance(prompt, list):
             try:
-                handle = self.manager.submit_ids(prompt, recipe, index=index)
+                handle = self.manager.submit_ids(prompt, recipe, index=index, bounded=False)
             except PromptError as error:
                 prompt = error
             else:
@@ -150,40 +173,42 @@ class _Session:
 
     def news(self) -> Iterator[Handle | GenerationOutput]:
         """Handles as something happens to them, and the results of bad prompts. Keeps twice as many requests in hand as
-        a step takes, so that the inputs may be endless."""
+        a step takes, so that the inputs may be endless; while the inputs make it wait, nothing is reported."""
         changed: queue.SimpleQueue[Handle] = queue.SimpleQueue()
-        source = enumerate(_pair(self.batch.encoded(), self.batch.recipes(self.model)))
+        source = enumerate(_pair(self.batch.encoded(), self.batch.recipes()))
         limit = 2 * self.manager.engine.config.max_num_seqs
         exhausted = False
-        while True:
-            while not exhausted and len(self.live) < limit:
+        while self.live or not exhausted:
+            if not exhausted and len(self.live) < limit:
                 index, (prompt, recipe) = next(source, (-1, (None, None)))
                 if prompt is None or recipe is None:
                     exhausted = True
-                    break
+                    continue
                 item = self.submit(prompt, recipe, index)
                 if isinstance(item, Handle):
                     item.add_waker((None, partial(changed.put, item)))
                     changed.put(item)  # for what happened before the waker was there
                 else:
                     yield item
-            if not self.live:
-                return
-            item = changed.get()
-            if item in self.live:
-                yield item
+            reading = not exhausted and len(self.live) < limit
+            while self.live and not (reading and changed.empty()):
+                item = changed.get()
+                if item in self.live:
+                    yield item
+                reading = not exhausted and len(self.live) < limit
 
 
 @contextmanager
-def _session(model: PreTrainedModel, batch: Batch, need: Need | None = None) -> Iterator[_Session]:
+def _session(batch: Batch, need: Need | None = None) -> Iterator[_Session]:
     """A manager for one call. Leaving early (an exception, Ctrl-C, a closed generator) cancels what is left."""
-    with open_manager(model, batch.config, batch.tokenizer, batch.persistent, need) as manager:
-        session = _Session(manager, model, batch)
+    with open_manager(batch.model, batch.config, batch.tokenizer, batch.persistent, need) as manager:
+        session = _Session(manager, batch)
         try:
             yield session
         finally:
             for handle in session.live:
-                handle.cancel()
+                if not handle.done:
+                    handle.cancel()
 
 
 def _pair(prompts: Iterable[Any], recipes: Iterator[Recipe]) -> Iterator[tuple[Any, Recipe]]:

@@ -25,6 +25,7 @@ class TransformersCalls:
     router: Router
     loop: EngineLoop
     tokenizer: Any
+    _live: dict[str, Request]
 
     if TYPE_CHECKING:
 
@@ -36,7 +37,7 @@ class TransformersCalls:
 
         def _enqueue(self, requests: list[Request], handle: Handle | None, streaming: bool = False) -> None: ...
 
-        def _cancel(self, request_ids: list[str]) -> None: ...
+        def _post_cancel(self, requests: list[Request]) -> None: ...
 
     def add_request(
         self,
@@ -50,16 +51,8 @@ class TransformersCalls:
     ) -> str | None:
         """As in transformers: the request's id, or None if the manager takes no more. Results come by `get_result`,
         iteration, or a registered handler. Any `GenerationConfig` option may be given."""
-        given = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
-        options = {k: v for k, v in given.items() if v is not None} | generation_kwargs
-        recipe = self.recipe(None, options)
-        requests = self._make_requests(encode_prompt(input_ids, self.tokenizer), recipe, request_id, 0, None)
-        try:
-            self._enqueue(requests, None, streaming)
-        except ManagerStoppedError as refusal:
-            logger.warning("Request dropped: %s", refusal)
-            return None
-        return requests[0].request_id
+        requests = self._checked(input_ids, request_id, max_new_tokens, eos_token_id, generation_kwargs)
+        return self._added(requests, streaming)
 
     def add_requests(
         self,
@@ -69,15 +62,34 @@ class TransformersCalls:
         record_timestamps: bool = False,
         **generation_kwargs: Any,
     ) -> list[str | None]:
-        """`add_request` for each of the inputs."""
-        return [
-            self.add_request(ids, None, max_new_tokens, streaming, record_timestamps, **generation_kwargs)
-            for ids in inputs
-        ]
+        """`add_request` for each of the inputs; a bad one raises before any is added."""
+        checked = [self._checked(ids, None, max_new_tokens, None, generation_kwargs) for ids in inputs]
+        return [self._added(requests, streaming) for requests in checked]
+
+    def _checked(
+        self,
+        input_ids: Any,
+        request_id: str | None,
+        max_new_tokens: int | None,
+        eos_token_id: int | list[int] | None,
+        options: dict[str, Any],
+    ) -> list[Request]:
+        given = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
+        recipe = self.recipe(None, {k: v for k, v in given.items() if v is not None} | options)
+        return self._make_requests(encode_prompt(input_ids, self.tokenizer), recipe, request_id, 0, None)
+
+    def _added(self, requests: list[Request], streaming: bool) -> str | None:
+        try:
+            self._enqueue(requests, None, streaming)
+        except ManagerStoppedError as refusal:
+            logger.warning("Request dropped: %s", refusal)
+            return None
+        return requests[0].request_id
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
-        """The oldest output of `add_request`'s requests (of that one); None after `timeout` seconds."""
-        return self.router.queue.get(request_id, timeout)
+        """The oldest output of `add_request`'s requests (of that one); None after `timeout` seconds, or at once where
+        none can come."""
+        return self.router.queue.get(request_id, timeout if self.loop.is_running else 0)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
         """Outputs of `add_request`'s requests until the manager has stopped."""
@@ -97,4 +109,18 @@ class TransformersCalls:
 
     def cancel_request(self, request_id: str) -> None:
         """Ends a request within a step; nothing happens if it is not alive."""
-        self.loop.post(lambda: self._cancel([request_id]))
+        request = self._live.get(request_id)
+        if request is not None:
+            self._post_cancel([request])
+
+    @property
+    def background_thread_status(self) -> EngineLoop:
+        """Has `fatal_error`: the exception that killed the thread, or None."""
+        return self.loop
+
+    def join(self, stop_trigger_time: float | None = None, timeout: float | None = None) -> None:
+        """Waits for the thread to end, at most `timeout` seconds."""
+        self.loop.join(timeout)
+
+    def warmup(self) -> None:
+        """Nothing is left to warm up once a manager is made; kept for transformers' callers."""

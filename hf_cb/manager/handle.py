@@ -42,7 +42,7 @@ class Handle:
     def __init__(
         self,
         requests: list[Request],
-        cancel: Callable[[Handle], None],
+        cancel: Callable[[], None],
         tokenizer: PreTrainedTokenizerBase | None = None,
         index: int = 0,
     ) -> None:
@@ -71,7 +71,7 @@ class Handle:
 
     def cancel(self) -> None:
         """Ends the request within a step; its result then says "cancelled". Harmless once it has ended."""
-        self._cancel(self)
+        self._cancel()
 
     def result(self, timeout: float | None = None) -> GenerationOutput:
         """The first sequence's result, waited for at most `timeout` seconds.

@@ -1,20 +1,20 @@
-"""Opening a manager on a model for a while; a persistent one is kept with the model for the next session."""
+"""Managers that are kept with their model from one session to the next.
+
+They hang on the model itself, under transformers' own name, so that they go when it goes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
 from typing import TYPE_CHECKING, Any
 
-from hf_cb.config import EngineConfig
-from hf_cb.errors import OptionError
-from hf_cb.manager.manager import ContinuousBatchingManager
-from hf_cb.models.plan import Need
-
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
+
+    from hf_cb.manager.manager import ContinuousBatchingManager
 
 _NAME = "_cached_continuous_batching_manager"  # transformers' own name for it
+_models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 class _Kept:
@@ -37,67 +37,19 @@ def kept_manager(model: PreTrainedModel) -> ContinuousBatchingManager | None:
 
 
 def keep(model: PreTrainedModel, manager: ContinuousBatchingManager) -> None:
+    """For the next session."""
     setattr(model, _NAME, _Kept(manager))
+    _models.add(model)
 
 
 def drop_kept_manager(model: PreTrainedModel) -> None:
-    """Destroys the kept manager and frees its cache; nothing happens if there is none."""
+    """Destroys the kept manager; its cache is freed with the last reference to it. Nothing happens if there is none."""
     manager = kept_manager(model)
     if manager is not None:
         manager.destroy()
         delattr(model, _NAME)
+        _models.discard(model)
 
 
-def get_manager(
-    model: PreTrainedModel,
-    config: EngineConfig,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    generation_config: GenerationConfig | None = None,
-    need: Need | None = None,
-) -> ContinuousBatchingManager:
-    """The kept manager, or a new one, not started.
-
-    Raises:
-        OptionError: the kept manager has other options than these.
-    """
-    manager = kept_manager(model)
-    if manager is None:
-        return ContinuousBatchingManager(model, generation_config, config, tokenizer, need)
-    if config not in (EngineConfig(), manager.config):
-        raise OptionError(
-            f"This model keeps a manager with other options ({manager.config}): call "
-            f"model.destroy_cached_continuous_batching_manager() first."
-        )
-    manager.tokenizer = tokenizer or manager.tokenizer
-    manager.generation_config = generation_config or manager.generation_config
-    return manager
-
-
-@contextmanager
-def open_manager(
-    model: PreTrainedModel,
-    config: EngineConfig,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    persistent: bool = False,
-    need: Need | None = None,
-    generation_config: GenerationConfig | None = None,
-    block: bool = True,
-    timeout: float | None = None,
-) -> Iterator[ContinuousBatchingManager]:
-    """A running manager. At the end it finishes its requests; after an exception it drops them.
-
-    A persistent one is kept for the next session, and sized for any work, not only for this one's.
-    """
-    kept = kept_manager(model)
-    manager = get_manager(model, config, tokenizer, generation_config, None if persistent else need)
-    shared = manager.is_running()  # another session of the same kept manager goes on after this one
-    manager.start()
-    finished = False
-    try:
-        yield manager
-        finished = True
-    finally:
-        if persistent and manager is not kept:
-            keep(model, manager)
-        if not shared:
-            manager.stop(block=block, timeout=timeout, hard_stop=not finished)
+def models_with_kept_managers() -> list[PreTrainedModel]:
+    return list(_models)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 
+from hf_cb.attention import interception
 from hf_cb.core import Update
 from hf_cb.engine.engine import Engine
 from hf_cb.errors import ManagerStoppedError, RequestCancelledError
@@ -18,6 +23,23 @@ from hf_cb.manager.openmp import release_idle_workers
 from hf_cb.manager.training_mode import enter_eval, leave_eval
 
 logger = logging.getLogger("hf_cb")
+
+EXIT_TIMEOUT_S = 10.0
+POLL_S = 0.01  # how often a step looks whether somebody's training is over
+_running: weakref.WeakSet[EngineLoop] = weakref.WeakSet()
+
+
+def _stop_all() -> None:
+    """A thread that is in the middle of a forward while the interpreter goes away takes the process down with it."""
+    for loop in list(_running):
+        if loop.is_running and loop._pid == os.getpid():
+            loop.abandon_pauses()
+            loop.stop(hard=True)
+            loop.join(EXIT_TIMEOUT_S)
+
+
+# atexit would come too late: the interpreter waits for other threads first, and those may wait for us
+threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
 
 
 class EngineLoop:
@@ -49,29 +71,38 @@ class EngineLoop:
         # guards what is below; the thread waits on it for messages, others wait on it for the thread
         self._changed = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
-        self._stopping: str | None = None  # None, "flush", "hard" or "destroyed"
-        self._pauses = 0
+        self._state = "new"  # then "running", then "ended", and again
+        self._stopping: str | None = None  # None, "flush" or "hard"
+        self._destroyed = False
+        self._pausers: Counter[int] = Counter()  # by thread
         self._paused = False
+        self._pid = 0
+        self._training_since: float | None = None
 
     # -------------------------------------------------------------------------------------------------- by any thread
 
     @property
     def is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._state == "running"
 
     def refuse_if_stopped(self) -> None:
         """Raises ManagerStoppedError if no more work is taken."""
         if self.fatal_error is not None:
             kind = type(self.fatal_error).__name__
             raise ManagerStoppedError(f"The manager has died: {kind}: {self.fatal_error}") from self.fatal_error
-        if self._stopping is not None:
+        if self._state == "running" and self._pid != os.getpid():
+            raise ManagerStoppedError(
+                "This process was forked from the manager's: it has no thread here; make another."
+            )
+        if self._stopping is not None or self._destroyed or self._state == "ended":
             raise ManagerStoppedError("The manager is stopped or stopping and takes no more requests.")
 
     def post(self, message: Callable[[], None]) -> None:
-        """The thread will call `message` between two steps."""
+        """The thread will call `message` between two steps; a thread that has ended forgets it."""
         with self._changed:
-            self._inbox.append(message)
-            self._changed.notify_all()
+            if self._state != "ended":
+                self._inbox.append(message)
+                self._changed.notify_all()
 
     def post_work(self, message: Callable[[], None]) -> None:
         """`post`, unless no more work is taken: then ManagerStoppedError."""
@@ -80,26 +111,41 @@ class EngineLoop:
             self.post(message)
 
     def start(self) -> None:
+        """Starts the thread, after the one before it if that is still ending."""
         with self._changed:
-            if self._stopping == "destroyed":
+            if self._state == "running" and self._stopping is None:
+                return
+        self.join()
+        with self._changed:
+            if self._destroyed:
                 raise ManagerStoppedError("The manager was destroyed and cannot be started again.")
-            if self.is_running:
+            if self._state == "running":
                 return
             self.fatal_error = None
             self._stopping = None
+            self._state = "running"
+            self._pid = os.getpid()
+            _running.add(self)
             release_idle_workers()  # the caller has probably just loaded the model
+            interception.install()
             enter_eval(self.model)
             self._thread = threading.Thread(target=self._run, name="hf_cb", daemon=True)
             self._thread.start()
 
-    def stop(self, how: str) -> None:
-        """Asks the thread to end: "flush" after all requests, "hard" after this step, "destroyed" for good."""
+    def stop(self, hard: bool = False, destroy: bool = False) -> None:
+        """Asks the thread to end, after all requests or after this step. What is asked for is never taken back."""
         with self._changed:
-            if self._paused and self._pauses:
+            if self._pausers[threading.get_ident()]:
                 raise RuntimeError("stop() inside pause() would wait for ever: leave the pause first.")
-            if self._thread is not None or how == "destroyed":
-                self._stopping = how
+            self._destroyed |= destroy
+            if self._state == "running":
+                self._stopping = "hard" if hard or self._stopping == "hard" else "flush"
                 self._changed.notify_all()
+                return
+            never_started = self._state == "new" and destroy
+            self._state = "ended" if never_started else self._state
+        if never_started:
+            self._deliver([], RequestCancelledError("The manager was destroyed before it was started."))
 
     def join(self, timeout: float | None = None) -> None:
         thread = self._thread
@@ -112,19 +158,28 @@ class EngineLoop:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Inside, no step runs; afterwards no prefix is remembered, since the weights may have changed."""
+        me = threading.get_ident()
         with self._changed:
             if not self.is_running:
                 raise RuntimeError("pause() needs a running manager.")
-            self._pauses += 1
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._paused or not self.is_running)
+            self._pausers[me] += 1
         try:
+            with self._changed:
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._paused or not self.is_running)
             yield
         finally:
             with self._changed:
                 self.engine.kv.drop_cache()
-                self._pauses -= 1
+                self._pausers[me] -= 1
+                self._pausers += Counter()  # drops the zeros
                 self._changed.notify_all()
+
+    def abandon_pauses(self) -> None:
+        """Nobody will leave them any more."""
+        with self._changed:
+            self._pausers.clear()
+            self._changed.notify_all()
 
     # ------------------------------------------------------------------------------------------------- by its thread
 
@@ -133,20 +188,26 @@ class EngineLoop:
         try:
             torch.set_num_threads(self._num_threads)  # OpenMP keeps its settings by thread
             while self._next_messages():
-                self._await_eval()
                 self._deliver(self.engine.step(), None)
         except BaseException as fatal:
             logger.exception("The generation thread died")
             self.fatal_error = error = fatal
         finally:
-            leave_eval(self.model)
-            with self._changed:
-                self._stopping = self._stopping or "hard"
-                self._inbox.clear()
-                self._paused = False
-                self._changed.notify_all()
-            self._drop_all()
-            self._deliver([], error)
+            self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        """Everybody who waits is woken, whatever else goes wrong."""
+        with self._changed:
+            self._state = "ended"
+            self._inbox.clear()
+            self._paused = False
+            self._changed.notify_all()
+        clean_ups = (self.engine.drop_all, partial(self._deliver, [], error), partial(leave_eval, self.model))
+        for clean_up in (*clean_ups, interception.uninstall):
+            try:
+                clean_up()
+            except Exception:
+                logger.exception("Cleaning up after the generation thread failed")
 
     def _next_messages(self) -> bool:
         """Handles the inbox; waits while there is nothing to do or somebody pauses; False when it is time to end."""
@@ -155,39 +216,43 @@ class EngineLoop:
                 messages, self._inbox = self._inbox, []
             for message in messages:
                 message()
+            training = self._is_training()
             with self._changed:
-                if self._inbox:
-                    continue
-                if self._stopping == "hard" or (self._stopping and not self.engine.has_work):
+                if self._stopping == "hard":
                     return False
-                if self._pauses:
+                if self._pausers:
                     self._paused = True
                     self._changed.notify_all()
-                    self._changed.wait_for(lambda: not self._pauses)
+                    self._changed.wait_for(lambda: not self._pausers)
                     self._paused = False
+                elif training:
+                    self._changed.wait(POLL_S)
                 elif self.engine.has_work:
-                    return True
+                    return True  # also if messages keep coming
+                elif self._inbox:
+                    continue
+                elif self._stopping:
+                    return False
                 else:
-                    self._changed.wait_for(lambda: self._inbox or self._stopping or self._pauses)
+                    self._changed.wait_for(lambda: self._inbox or self._stopping or self._pausers)
 
-    def _await_eval(self) -> None:
-        """Somebody has put the model in training mode: not our step to take, so wait for them."""
-        if not self.model.training:
-            return
-        limit = self._train_mode_timeout
-        logger.warning("The model is in training mode: generation waits up to %s s for model.eval().", limit)
-        end = time.monotonic() + limit
-        while self.model.training:
-            if time.monotonic() > end:
-                raise RuntimeError(
-                    f"The model has been in training mode for {limit} s: train inside `with manager.pause():`, or call "
-                    f"model.eval()."
-                )
-            time.sleep(0.01)
-
-    def _drop_all(self) -> None:
-        """Takes every request out of the engine."""
-        scheduler = self.engine.scheduler
-        for request in [*scheduler.running, *scheduler.waiting]:
-            request.in_flight = 0
-            scheduler.remove(request)
+    def _is_training(self) -> bool:
+        """Whether somebody has put the model in training mode while there is work: then it is not our step to take."""
+        if not (self.model.training and self.engine.has_work):
+            if self._training_since is not None:
+                self._training_since = None
+                self.engine.kv.drop_cache()  # training means other weights
+            return False
+        now, limit = time.monotonic(), self._train_mode_timeout
+        if self._training_since is None:
+            self._training_since = now
+            logger.warning("The model is in training mode: generation waits up to %s s for model.eval().", limit)
+        if self._pausers:
+            self._training_since = now  # it is done as it should be
+        if now - self._training_since > limit:
+            raise RuntimeError(
+                f"The model has been in training mode for {limit} s: train inside `with manager.pause():`, or call "
+                f"model.eval()."
+            )
+        self._deliver(self.engine.expire(), None)
+        return True

@@ -6,21 +6,23 @@ import itertools
 import threading
 import time
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_cb.attention import interception
 from hf_cb.config import EngineConfig
 from hf_cb.core import Request, Status, StepRecord, Update
 from hf_cb.engine.limits import check_ids, fit
 from hf_cb.errors import ManagerStoppedError, OptionError, QueueFullError
+from hf_cb.manager import kept
 from hf_cb.manager.build import build_engine
 from hf_cb.manager.compat import TransformersCalls
 from hf_cb.manager.handle import Handle
 from hf_cb.manager.loop import EngineLoop
 from hf_cb.manager.openmp import release_idle_workers
 from hf_cb.manager.router import Router
+from hf_cb.metrics.stats import ManagerStats
 from hf_cb.models.generation import Recipe, make_recipe
 from hf_cb.models.plan import Need
 from hf_cb.seeds import derive_seed, seed_sequence
@@ -28,20 +30,6 @@ from hf_cb.text.prompts import encode_prompt
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True)
-class ManagerStats:
-    """How things stand now: requests by state, KV blocks by state, and totals since the manager was made."""
-
-    running: int
-    waiting: int
-    finished: int
-    blocks_held: int
-    blocks_cached: int
-    blocks: int
-    steps: int
-    tokens: int
 
 
 class ContinuousBatchingManager(TransformersCalls):
@@ -67,7 +55,8 @@ class ContinuousBatchingManager(TransformersCalls):
         self.generation_config = generation_config
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
-        self.engine = build_engine(model, self.config, need)
+        with interception.installed():
+            self.engine = build_engine(model, self.config, need)
         self.router = Router()
         num_threads = self.config.num_threads or torch.get_num_threads()
         self.loop = EngineLoop(self.engine, model, self._deliver, num_threads, self.config.train_mode_timeout)
@@ -75,6 +64,7 @@ class ContinuousBatchingManager(TransformersCalls):
         self._ids = itertools.count()
         self._seeds = seed_sequence(self.config.seed)
         self._live: dict[str, Request] = {}  # guarded by _lock, as are the totals
+        self._cancelling: set[Request] = set()
         self._lock = threading.Lock()
         self._finished = 0
         self._tokens = 0
@@ -100,8 +90,10 @@ class ContinuousBatchingManager(TransformersCalls):
             prompt: text, a chat, token ids, or what a tokenizer returns for one prompt.
             generation_config, generation_kwargs: as for `model.generate`; `seed=` makes sampling repeatable.
             request_id: `req_N` if None.
-            priority: for policies that look at it; higher comes first.
+            priority: for a policy of your own; the built-in ones do not look at it.
             deadline: seconds from now after which the request ends with "timeout".
+
+        Leaving an iteration over the handle does not cancel the request: `handle.cancel()` does.
 
         Raises:
             PromptError, OptionError, TypeError, ValueError: about this request; nothing was added.
@@ -140,11 +132,12 @@ class ContinuousBatchingManager(TransformersCalls):
         priority: int = 0,
         deadline: float | None = None,
         index: int = 0,
+        bounded: bool = True,
     ) -> Handle:
-        """`submit` for a prompt and options that are resolved already."""
+        """`submit` for a prompt and options that are resolved already; `bounded=False` disregards `max_queue_size`."""
         requests = self._make_requests(prompt_ids, recipe, request_id, priority, deadline)
-        handle = Handle(requests, self._cancel_handle, recipe.tokenizer, index)
-        self._enqueue(requests, handle)
+        handle = Handle(requests, lambda: self._post_cancel(requests), recipe.tokenizer, index)
+        self._enqueue(requests, handle, bounded=bounded)
         return handle
 
     def _make_requests(
@@ -158,56 +151,59 @@ class ContinuousBatchingManager(TransformersCalls):
         check_ids(prompt_ids, self._vocab_size)
         params = recipe.for_prompt(prompt_ids)
         end = None if deadline is None else time.perf_counter() + deadline
-        first = Request(request_id or self.next_id(), prompt_ids, params, priority, end)
+        first = Request(request_id or "", prompt_ids, params, priority, end)
         fit(first, self.engine.config, self.engine.kv)
+        first.request_id = request_id or self.next_id()  # last, so that refused prompts use up no ids
         requests = [first]
         for i in range(1, recipe.num_return_sequences):
-            own = replace(recipe.for_prompt(prompt_ids), seed=derive_seed(params.seed, i))
+            own = recipe.for_prompt(prompt_ids, derive_seed(params.seed, i))
             child = f"{first.request_id}__child#{i - 1}"
             requests.append(Request(child, prompt_ids, own, priority, end, fork_of=first))
         return requests
 
     def next_id(self) -> str:
-        """A request id that no request of this manager has had."""
-        return f"req_{next(self._ids)}"
+        """A request id that no live request has."""
+        return next(name for i in self._ids if (name := f"req_{i}") not in self._live)
 
-    def _enqueue(self, requests: list[Request], handle: Handle | None, streaming: bool = False) -> None:
+    def _enqueue(
+        self, requests: list[Request], handle: Handle | None, streaming: bool = False, bounded: bool = True
+    ) -> None:
         self.loop.refuse_if_stopped()
         release_idle_workers()  # whoever submits is about to wait
-        with self._lock:
-            limit = self.config.max_queue_size
-            queued = sum(r.status is Status.WAITING for r in self._live.values()) if limit else 0
-            if limit and queued + len(requests) > limit:
-                raise QueueFullError(f"{queued} requests wait and max_queue_size={limit}: try again later.")
+        with self._lock:  # to the end, so that nobody's cancellation overtakes the admission
+            if bounded and self.config.max_queue_size:
+                self._check_queue(len(requests))
             for request in requests:
                 if request.request_id in self._live:
                     raise OptionError(f"request_id={request.request_id!r} is in use by a live request: choose another.")
-            self._live.update({request.request_id: request for request in requests})
-        for request in requests:
-            self.router.attach(request, handle, streaming)
-        try:
-            self.loop.post_work(lambda: self._admit(requests))
-        except ManagerStoppedError:
-            with self._lock:
+            for request in requests:
+                self._live[request.request_id] = request
+                self.router.attach(request, handle, streaming)
+            try:
+                self.loop.post_work(lambda: self._admit(requests))
+            except ManagerStoppedError:
                 for request in requests:
                     self._live.pop(request.request_id, None)
                     self.router.detach(request)
-            raise
+                raise
+
+    def _check_queue(self, count: int) -> None:
+        limit = self.config.max_queue_size
+        if count > limit:
+            raise OptionError(f"num_return_sequences={count} can never be queued with max_queue_size={limit}.")
+        queued = sum(r.status is Status.WAITING for r in self._live.values())
+        if queued + count > limit:
+            raise QueueFullError(f"{queued} requests wait and max_queue_size={limit}: try again later.")
 
     # -------------------------------------------------------------------------------------------------------- control
-
-    @property
-    def background_thread_status(self) -> EngineLoop:
-        """Has `fatal_error`: the exception that killed the thread, or None."""
-        return self.loop
 
     def is_running(self) -> bool:
         return self.loop.is_running
 
     def start(self) -> None:
         """Starts the thread; the model is put in `eval()` while it runs."""
-        self.router.queue.reopen()
         self.loop.start()
+        self.router.queue.reopen()
 
     def stop(
         self,
@@ -216,22 +212,18 @@ class ContinuousBatchingManager(TransformersCalls):
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Ends the thread once all requests are done, or at once (`hard_stop`; they end with an error)."""
-        self.loop.stop("hard" if hard_stop else "flush")
+        """Ends the thread once all requests are done, or at once (`hard_stop`; they end with an error). With
+        `keep_for_next_session` the model's next session gets this manager, with its prefix cache."""
+        self.loop.stop(hard=hard_stop)
+        if keep_for_next_session:
+            kept.keep(self.model, self)
         if block:
             self.loop.join(timeout)
 
-    def join(self, stop_trigger_time: float | None = None, timeout: float | None = None) -> None:
-        """Waits for the thread to end, at most `timeout` seconds."""
-        self.loop.join(timeout)
-
     def destroy(self) -> None:
-        """Stops for good."""
-        self.loop.stop("destroyed")
+        """Stops for good, once all requests are done; one that was never started drops what waits for it."""
+        self.loop.stop(destroy=True)
         self.loop.join()
-
-    def warmup(self) -> None:
-        """Nothing is left to warm up once a manager is made; kept for transformers' callers."""
 
     def pause(self) -> AbstractContextManager[None]:
         """Inside, no step runs, so the weights may be changed; requests go on afterwards with the KV they have.
@@ -243,7 +235,10 @@ class ContinuousBatchingManager(TransformersCalls):
 
     def reset_prefix_cache(self) -> None:
         """Forgets what prompts have in common: needed after writes through `.data` outside a pause."""
-        self.loop.post(self.engine.kv.drop_cache)
+        if self.loop.is_running:
+            self.loop.post(self.engine.kv.drop_cache)
+        else:
+            self.engine.kv.drop_cache()
 
     def stats(self) -> ManagerStats:
         """A snapshot; taken without stopping the thread, so its figures may be one step apart."""
@@ -263,18 +258,27 @@ class ContinuousBatchingManager(TransformersCalls):
         """The newest StepRecords, oldest first."""
         return list(self.engine.records)
 
-    # --------------------------------------------------------------------------------------------- by the loop's thread
+    def _post_cancel(self, requests: list[Request]) -> None:
+        if self._cancelling.issuperset(requests):  # so that asking again and again keeps nobody busy
+            return
+        with self._lock:
+            self._cancelling.update(r for r in requests if self._live.get(r.request_id) is r)
+            self.loop.post(lambda: self._cancel(requests))
 
-    def _cancel_handle(self, handle: Handle) -> None:
-        self.loop.post(lambda: self._cancel([s.request_id for s in handle.streams]))
+    # --------------------------------------------------------------------------------------------- by the loop's thread
 
     def _admit(self, requests: list[Request]) -> None:
         for request in requests:
-            self.engine.admit(request)
+            try:
+                self.engine.admit(request)
+            except Exception as error:  # it ends that request, and not the loop
+                request.status, request.finish_reason, request.exception = Status.FINISHED, "error", error
+                self._deliver([Update(request, [])], None)
 
-    def _cancel(self, request_ids: list[str]) -> None:
-        found = [self._live[i] for i in request_ids if i in self._live]
-        self._deliver([u for r in found if (u := self.engine.cancel(r)) is not None], None)
+    def _cancel(self, requests: list[Request]) -> None:
+        updates = [u for r in requests if (u := self.engine.cancel(r)) is not None]
+        if updates:
+            self._deliver(updates, None)
 
     def _deliver(self, updates: list[Update], error: BaseException | None) -> None:
         if error is not None:  # the loop has ended: so has every request, also one that it has not seen yet
@@ -285,6 +289,7 @@ class ContinuousBatchingManager(TransformersCalls):
                 if update.finished or error is not None:
                     self._finished += 1
                     self._live.pop(update.request.request_id, None)
+                    self._cancelling.discard(update.request)
         self.router.deliver(updates, error)
         if error is not None:
             self.router.queue.close()

@@ -14,7 +14,7 @@ import os
 from typing import Any
 
 _PAUSE_SOFT = 1  # omp_pause_soft: settings and thread-private data stay (OpenMP 5.0, omp_pause_resource_all)
-_RUNTIMES = ("libgomp", "libiomp", "libomp")
+_RUNTIMES = ("libgomp",)  # others end the workers of all threads, the engine's too
 
 
 def release_idle_workers() -> None:

@@ -131,7 +131,11 @@ class Router:
 def _call_soon(loop: asyncio.AbstractEventLoop, calls: list[Callable[[], None]]) -> None:
     def run_all() -> None:
         for call in calls:
-            call()
+            try:
+                call()
+            except Exception as error:  # one reader's callback: the others' news still come
+                context = {"message": "hf_cb: a result handler raised", "exception": error}
+                loop.call_exception_handler(context)
 
     try:
         loop.call_soon_threadsafe(run_all)

@@ -47,21 +47,17 @@ class DenseModel:
     def weights_key(self) -> object:
         return None  # nothing is shared between requests
 
-    def salt(self) -> bytes:
-        return b""
-
     def forget(self, request: Request) -> None:
         self._states.pop(request, None)
 
     @torch.no_grad()
     def forward(self, batch: StepBatch) -> Tensor:
         """The logits `[S, V]` of the rows that are wanted, request by request."""
-        ends = batch.cu_seqlens_q[1:].tolist()
-        wanted = {end for end in ends if end - 1 in set(batch.logits_rows.tolist())}
+        ends, sampled = batch.cu_seqlens_q[1:].tolist(), set(batch.logits_rows.tolist())
         rows = [
             self._advance(request, request.token_ids[:length])
             for request, end, length in zip(batch.requests, ends, batch.seq_lens_list, strict=True)
-            if end in wanted
+            if end - 1 in sampled
         ]
         return torch.cat(rows) if rows else torch.empty(0, 0, device=self.device)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -95,8 +96,12 @@ class Recipe:
             return self.config.max_new_tokens
         return (self.config.max_length or self.default_length + 1) - prompt_length
 
-    def for_prompt(self, prompt_ids: Sequence[int]) -> SamplingParams:
-        """Raises PromptError if this prompt leaves nothing to generate."""
+    def for_prompt(self, prompt_ids: Sequence[int], seed: int | None = None) -> SamplingParams:
+        """What a request for this prompt asks; `seed` for one of several sequences.
+
+        Raises:
+            PromptError: this prompt leaves nothing to generate.
+        """
         config, length = copy.copy(self.config), len(prompt_ids)
         given = config.max_new_tokens is not None or config.max_length is not None
         config.max_new_tokens = self.longest_output(length)
@@ -108,13 +113,12 @@ class Recipe:
         config.max_length = length + config.max_new_tokens
         if config.min_new_tokens is not None:
             config.min_length = length + config.min_new_tokens
-        eos = config.eos_token_id
         return SamplingParams(
             max_new_tokens=max(1, config.max_new_tokens),
             length_is_given=given,
-            eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+            eos_token_ids=frozenset(config.eos_token_id or ()),
             do_sample=bool(config.do_sample),
-            seed=self._seed() if config.do_sample else 0,
+            seed=(self._seed() if seed is None else seed) if config.do_sample else 0,
             process=self._processors(config, prompt_ids),
             stop_checks=self._stop_checks(config),
             max_time=config.max_time,
@@ -176,15 +180,18 @@ def make_recipe(
         if name not in known:
             raise OptionError(f"Unknown option {name!r}: it is neither in GenerationConfig nor one of {_PER_REQUEST}.")
     _check_values(options)
+    for name in ("logits_processor", "stopping_criteria"):
+        given = extras.get(name)
+        if given is not None and not (isinstance(given, (list, tuple)) and all(callable(g) for g in given)):
+            raise OptionError(f"{name} must be a list of callables, not {given!r}.")
     own_seed = extras.pop("seed", None)
-    if own_seed is not None and (isinstance(own_seed, bool) or not isinstance(own_seed, int)):
+    if own_seed is not None and (isinstance(own_seed, bool) or not hasattr(own_seed, "__index__")):
         raise OptionError(f"seed must be a whole number or None, not {own_seed!r}.")
     config = _merge(model, generation_config, options)
     _check_refused(config)
     if config.stop_strings is not None and tokenizer is None:
         raise OptionError(f"stop_strings={config.stop_strings!r} needs a tokenizer: pass tokenizer=.")
-    if config.eos_token_id == -1:
-        config.eos_token_id = None
+    config.eos_token_id = _eos_ids(config.eos_token_id)
     return Recipe(model, config, extras, tokenizer, default_length, logprobs, own_seed, seeds)
 
 
@@ -202,22 +209,37 @@ def _merge(model: PreTrainedModel, config: GenerationConfig | None, options: dic
     return merged
 
 
+def _eos_ids(given: Any) -> list[int] | None:
+    """A list of ids, or None: -1 means none, and arrays and tensors are lists too."""
+    if given is None:
+        return None
+    values = given.tolist() if hasattr(given, "tolist") else given
+    values = values if isinstance(values, (list, tuple)) else [values]
+    try:
+        if any(isinstance(v, bool) for v in values):
+            raise TypeError
+        ids = [operator.index(v.item() if hasattr(v, "item") else v) for v in values]
+    except TypeError:
+        raise OptionError(f"eos_token_id must be a token id or a list of them, not {given!r}.") from None
+    return [i for i in ids if i != -1] or None
+
+
 def _check_values(options: dict[str, Any]) -> None:
     """Raises OptionError for the values that people get wrong, before anything runs."""
     for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences", "top_k"):
         value = options.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise OptionError(f"{name} must be a whole number, not {value!r}.")
         least = 1 if name in ("max_new_tokens", "max_length", "num_return_sequences") else 0
         if value < least:
             raise OptionError(f"{name} must be at least {least}, not {value}.")
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", "max_time"):
         value = options.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value != value):
             raise OptionError(f"{name} must be a number, not {value!r}.")
-    if options.get("max_time") is not None and options["max_time"] <= 0:
+    if options.get("max_time") is not None and not options["max_time"] > 0:
         raise OptionError(f"max_time must be more than 0 seconds, not {options['max_time']!r}.")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -109,8 +109,6 @@ class PagedModel:
             for g, group in enumerate(self.groups)
             for layer, storage in zip(group.layers, group.storages, strict=True)
         }
-        # the dicts, not what is in them: a parameter that is replaced is then seen too
-        self._parameters = [m._parameters for m in model.modules() if m._parameters]
         self._picks_rows = model._supports_logits_to_keep()
 
     @property
@@ -118,19 +116,15 @@ class PagedModel:
         return self.model.device
 
     def weights_key(self) -> object:
-        """Moves when a parameter was written to or replaced (writes through `.data` leave no trace)."""
-        return [
+        """Moves when a parameter was written to or replaced (writes through `.data` leave no trace), a module was, or
+        other adapters are active."""
+        adapters = self.model.active_adapters() if getattr(self.model, "_hf_peft_config_loaded", False) else None
+        return adapters, [
             (p.data_ptr(), -1 if p.is_inference() else p._version)
-            for parameters in self._parameters
-            for p in parameters.values()
+            for module in _modules(self.model)
+            for p in module._parameters.values()
             if p is not None
         ]
-
-    def salt(self) -> bytes:
-        """The active adapters, which keys and values depend on."""
-        if not getattr(self.model, "_hf_peft_config_loaded", False):
-            return b""
-        return repr(self.model.active_adapters()).encode()
 
     def forget(self, request: Request) -> None:
         """All that is kept for a request is in its blocks."""
@@ -140,21 +134,39 @@ class PagedModel:
         """The logits `[S, V]` of the batch's `logits_rows`; keys and values go to the cache on the way."""
         self._prepare_blocks(batch)
         wanted = {"logits_to_keep": batch.logits_rows} if self._picks_rows else {}
-        with stepping(_PagedStep(self, batch)):
+        step = _PagedStep(self, batch)
+        with stepping(step):
             out = self.model(
                 input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, **wanted
+            )
+        if step.counts.total() != len(self.trace.keys):
+            raise RuntimeError(
+                f"{step.counts.total()} of {len(self.trace.keys)} attention calls reached hf_cb: was the model "
+                f"compiled or changed after its first use here?"
             )
         return out.logits[0] if self._picks_rows else out.logits[0, batch.logits_rows]
 
     def _prepare_blocks(self, batch: StepBatch) -> None:
-        """Copies before clearing: a copy's source may have been given up in this step, and have a new owner."""
-        parts = list(zip(self.groups, batch.groups, strict=True))
-        for group, part in parts:
+        """Copies before clearing, and all of a storage's copies at once: a source may have a new owner in this step."""
+        copies: dict[int, list[tuple[int, int]]] = {}
+        for group, part in zip(self.groups, batch.groups, strict=True):
             for storage in group.storages if part.copies else ():
-                self.backend.copy_blocks(self.storages[storage], part.copies)
-        for group, part in parts:
-            for storage in group.storages if part.cleared else ():
-                self.backend.clear_blocks(self.storages[storage], part.cleared)
+                copies.setdefault(storage, []).extend(part.copies)
+        for storage, pairs in copies.items():
+            self.backend.copy_blocks(self.storages[storage], torch.tensor(pairs))
+        for group, part in zip(self.groups, batch.groups, strict=True):
+            if part.cleared:
+                blocks = torch.tensor(part.cleared, device=batch.input_ids.device)
+                for storage in group.storages:
+                    self.backend.clear_blocks(self.storages[storage], blocks)
+
+
+def _modules(module: nn.Module) -> Iterator[nn.Module]:
+    """All modules, as `module.modules()` without its book-keeping: this is asked for at every step."""
+    yield module
+    for child in module._modules.values():
+        if child is not None:
+            yield from _modules(child)
 
 
 class _PagedStep:
@@ -178,6 +190,11 @@ class _PagedStep:
                 f"{type(module).__name__} attends otherwise than when it was traced ({call}); was the model changed?"
             )
         layer = owner.trace.layers[index]
+        if (k.dtype, k.device) != (layer.dtype, layer.device):
+            raise RuntimeError(
+                f"The model computes in {k.dtype} on {k.device} now, and its KV cache is in {layer.dtype} on "
+                f"{layer.device}: make a new manager after model.to()."
+            )
         group, storage = owner._place[index]
         meta = self.metas.get((group, q.device))
         if meta is None:

@@ -92,8 +92,11 @@ def _surroundings(model: PreTrainedModel, block_bytes: object, num_groups: int, 
 
 def free_memory(device: torch.device) -> int:
     """Bytes that may be allocated on the device; a container's own limit counts."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "cuda":  # what torch holds and nobody uses is free too
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
     return min(psutil.virtual_memory().available, *_cgroup_rooms())
 
 

@@ -33,9 +33,6 @@ class FakeRunner:
     def forget(self, request: Request) -> None:
         pass
 
-    def salt(self) -> bytes:
-        return b""
-
 
 def resolved(**options: Any) -> ResolvedConfig:
     options = {"block_size": 4, "num_blocks": 64} | options

@@ -77,7 +77,7 @@ def test_reference_backend(block_size: int, heads: tuple[int, int, int, int], ki
         cache.fill_(float("nan"))  # what others left there must not leak
         cache[0] = 0
     tables = [[free.pop() for _ in range(-(-n // block_size))] for n in lengths]
-    backend.clear_blocks(storage, [b for t in tables for b in t])
+    backend.clear_blocks(storage, torch.tensor([b for t in tables for b in t]))
     k, v = (
         [torch.randn(n, layer.num_kv_heads, d, generator=generator) for n in lengths]
         for d in (layer.head_dim, layer.v_head_dim)
@@ -105,5 +105,5 @@ def test_copying_blocks() -> None:
     backend = ReferenceBackend()
     storage = backend.allocate(layer, 4, 2)
     storage.k[1], storage.v[1] = 1.0, 2.0
-    backend.copy_blocks(storage, [(1, 3)])
+    backend.copy_blocks(storage, torch.tensor([(1, 3)]))
     assert storage.k[3].eq(1).all() and storage.v[3].eq(2).all() and storage.k[2].eq(0).all()

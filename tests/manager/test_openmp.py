@@ -31,7 +31,9 @@ print(len(_loaded_runtimes()), before, with_workers, without, threads())
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="the process's libraries cannot be listed here")
 def test_workers_go_and_come_back() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "3"}
-    out = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-P", "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
+    )
     runtimes, before, with_workers, without, again = map(int, out.stdout.split())
     if runtimes == 0:
         pytest.skip("no OpenMP runtime that can pause is loaded")

@@ -1,0 +1,83 @@
+"""Opening a manager on a model for a while; several sessions may share a kept one."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from hf_cb.config import EngineConfig
+from hf_cb.errors import OptionError
+from hf_cb.manager.kept import keep, kept_manager
+from hf_cb.manager.manager import ContinuousBatchingManager
+from hf_cb.models.plan import Need
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+_lock = threading.Lock()
+_sessions: Counter[ContinuousBatchingManager] = Counter()  # how many are open on each manager
+
+
+def get_manager(
+    model: PreTrainedModel,
+    config: EngineConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    generation_config: GenerationConfig | None = None,
+    need: Need | None = None,
+) -> ContinuousBatchingManager:
+    """The kept manager, or a new one, not started.
+
+    Raises:
+        OptionError: the kept manager has other options than these.
+    """
+    manager = kept_manager(model)
+    if manager is None:
+        return ContinuousBatchingManager(model, generation_config, config, tokenizer, need)
+    if config not in (EngineConfig(), manager.config):
+        raise OptionError(
+            f"This model keeps a manager with other options ({manager.config}): call "
+            f"model.destroy_cached_continuous_batching_manager() first."
+        )
+    manager.tokenizer = tokenizer or manager.tokenizer
+    manager.generation_config = generation_config or manager.generation_config
+    return manager
+
+
+@contextmanager
+def open_manager(
+    model: PreTrainedModel,
+    config: EngineConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    persistent: bool = False,
+    need: Need | None = None,
+    generation_config: GenerationConfig | None = None,
+    block: bool = True,
+    timeout: float | None = None,
+) -> Iterator[ContinuousBatchingManager]:
+    """A running manager. The last session on it ends it: once its requests are finished, or, after an exception, at
+    once.
+
+    A persistent one is kept for the next session, and sized for any work, not only for this one's.
+    """
+    with _lock:
+        manager = get_manager(model, config, tokenizer, generation_config, None if persistent else need)
+        if persistent:
+            keep(model, manager)
+        _sessions[manager] += 1
+    finished = False
+    try:
+        manager.start()
+        yield manager
+        finished = True
+    finally:
+        with _lock:
+            _sessions[manager] -= 1
+            last = _sessions[manager] == 0
+            if last:
+                del _sessions[manager]
+                manager.stop(block=False, hard_stop=not finished)
+        if last and block:
+            manager.join(timeout=timeout)
