@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | soak | clean. The first of them sets up $(VENV).
+# make demo | test | lint | bench | sweep | soak | clean. The first of them sets up $(VENV).
 #
 #   PYTHON       the Python to make the environment with (3.11 or newer)
 #   VENV         where it lies
@@ -20,13 +20,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 $(shell $(PY) -c '' 2>/dev/null && grep -qxF '$(CURDIR)' $(STAMP) 2>/dev/null || rm -f $(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench soak clean
+.PHONY: help setup demo test lint bench sweep soak clean
 
 help:
 	@echo "make demo    answer 20 questions at once with a small model, and compare with generate()"
 	@echo "make test    run the tests"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   measure the speed"
+	@echo "make sweep   compare with generate() on every architecture; writes docs/models.md"
 	@echo "make soak    run the long tests"
 	@echo "make clean   remove caches and build outputs (the environment stays: rm -r $(VENV))"
 
@@ -66,8 +67,10 @@ lint: $(STAMP)
 	@$(PY) -m mypy
 
 bench: $(STAMP)
-	@if [ -e hf_cb/cli.py ] || [ -d hf_cb/cli ]; then $(VENV)/bin/hf-cb bench $(ARGS); \
-	else echo "bench: there is no benchmark yet"; fi
+	@$(VENV)/bin/hf-cb bench $(ARGS)
+
+sweep: $(STAMP)
+	@OMP_NUM_THREADS=1 $(PY) -m hf_cb.bench.sweep --page docs/models.md $(ARGS)
 
 soak: $(STAMP)
 	@if [ -d tests/soak ]; then $(PY) -m pytest -m soak tests/soak $(ARGS); \

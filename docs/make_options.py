@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from hf_cb.config import CONVERTED, NEUTRAL
+from hf_cb.config import CONVERTED, NEUTRAL, EngineConfig
 from hf_cb.models import generation
 
 PAGE = Path(__file__).with_name("options.md")
@@ -26,6 +28,13 @@ def batching_fate(name: str) -> str:
     if name in CONVERTED:
         return f"becomes `EngineConfig.{CONVERTED[name]}`"
     return "neutral: accepted, no answer depends on it" if name in NEUTRAL else "refused by name"
+
+
+def engine_rows() -> list[str]:
+    """The options in the class's own words, from the Args section of its docstring."""
+    words = re.findall(r"^ {8}(\w+): (.+?)(?=^ {8}\w|^ {4}\S|\Z)", EngineConfig.__doc__ + "\n", re.M | re.S)
+    defaults = {f.name: f.default for f in dataclasses.fields(EngineConfig)}
+    return [f"| `{name}` | `{defaults[name]!r}` | {' '.join(text.split())} |" for name, text in words]
 
 
 def table(rows: dict[str, str]) -> list[str]:
@@ -58,6 +67,15 @@ def page() -> str:
             'Accepted wherever an `hf_cb.EngineConfig` is. A field that equals transformers\' default means "auto".',
             "",
             *table(batching_rows),
+            "## EngineConfig",
+            "",
+            "For `hf_cb.patch(...)`, `hf_cb.accelerate(model, ...)` and, as an object, wherever a "
+            'ContinuousBatchingConfig is accepted. None means "auto": `hf_cb.explain(model)` says what it becomes.',
+            "",
+            "| option | default | meaning |",
+            "|---|---|---|",
+            *engine_rows(),
+            "",
         ]
     )
 

@@ -156,3 +156,12 @@ def test_a_first_token_that_fails_says_why(monkeypatch):
     monkeypatch.setattr(first_token, "__file__", "/no/such/file.py")
     with pytest.raises(RuntimeError, match="/no/such/file.py"):
         first_token.time_first_token({}, [1], {})
+
+
+def test_sweep_of_a_few_architectures(tmp_path, capsys) -> None:
+    from hf_cb.bench import sweep
+
+    page = tmp_path / "models.md"
+    assert sweep.main(["--only", "llama,bloom,t5gemma", "--longest", "20", "--page", str(page)]) == 0
+    assert "llama                    same     paged" in capsys.readouterr().out
+    assert "| bloom | dense | paged: " in page.read_text() and "| llama | paged |  |" in page.read_text()
