@@ -12,7 +12,7 @@ from transformers import masking_utils
 
 import hf_cb
 from hf_cb import EngineConfig, UnsupportedModelError
-from hf_cb.manager import probe
+from hf_cb.manager import paths, probe
 from hf_cb.models.dense import DenseModel
 from hf_cb.models.paged import PagedModel
 from hf_cb.models.twin import make_twin, shrink
@@ -144,15 +144,15 @@ def test_the_probe_notices_a_wrong_layer(monkeypatch, wrong: str) -> None:
     """A window that the paged path does not respect shows only past it; the twin's is short enough."""
     import dataclasses
 
-    trace = probe.plan_paged
+    plan_paged = paths.plan_paged
 
-    def careless(model, options):
-        plan = trace(model, options)
+    def careless(model, options, need):
+        plan = plan_paged(model, options, need)
         change = {"window": None} if wrong == "window" else {"scale": 0.3}
         plan.trace.layers[:] = [dataclasses.replace(layer, **change) for layer in plan.trace.layers]
         return plan
 
-    monkeypatch.setattr(probe, "plan_paged", careless)
+    monkeypatch.setattr(paths, "plan_paged", careless)
     found = hf_cb.explain(make_model("Mistral"))
     assert found.path == "dense" and "off by" in found.reason
 

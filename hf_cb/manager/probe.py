@@ -11,7 +11,7 @@ import copy
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,9 +23,7 @@ from hf_cb.core import PlanPart, Request, SamplingParams
 from hf_cb.engine.engine import Engine
 from hf_cb.engine.sampler import Sampled
 from hf_cb.errors import UnsupportedModelError
-from hf_cb.models.dense import DenseModel
-from hf_cb.models.paged import PagedModel
-from hf_cb.models.plan import plan_dense, plan_paged
+from hf_cb.manager.paths import PATHS, build_path, plan_path
 from hf_cb.models.twin import VOCAB, make_twin
 
 if TYPE_CHECKING:
@@ -47,24 +45,6 @@ class Verdict:
     path: str
     reason: str
 
-
-def build_paged(model: PreTrainedModel, options: EngineConfig) -> Engine:
-    plan = plan_paged(model, options)
-    assert plan.backend is not None
-    config = plan.config
-    runner = PagedModel(model, plan.trace, plan.groups, plan.backend, config.num_blocks, config.block_size)
-    return Engine(runner, config)
-
-
-def build_dense(model: PreTrainedModel, options: EngineConfig, recompute: bool = False) -> Engine:
-    return Engine(DenseModel(model, recompute), plan_dense(model, options).config)
-
-
-PATHS: dict[str, Callable[[PreTrainedModel, EngineConfig], Engine]] = {
-    "paged": build_paged,
-    "dense": build_dense,
-    "recompute": lambda model, options: build_dense(model, options, recompute=True),
-}
 
 _lock = threading.RLock()
 _of_model: weakref.WeakKeyDictionary[PreTrainedModel, Verdict] = weakref.WeakKeyDictionary()
@@ -89,14 +69,14 @@ def judge(model: PreTrainedModel) -> Verdict:
 
 def _judge(model: PreTrainedModel) -> Verdict:
     if _is_small(model):
-        return _first_right(copy.deepcopy(model), LENGTHS, NEW_TOKENS, list(PATHS), "")
+        return _first_right(copy.deepcopy(model), LENGTHS, NEW_TOKENS, PATHS, "")
     key = (type(model), f"{model.config.to_json_string(use_diff=False)} {model.config._attn_implementation}")
     if key not in _of_architecture:
         twin = make_twin(model)
         if twin is not None:
-            _of_architecture[key] = _first_right(twin, LENGTHS, NEW_TOKENS, list(PATHS), "")
+            _of_architecture[key] = _first_right(twin, LENGTHS, NEW_TOKENS, PATHS, "")
     verdict = _of_architecture.get(key)
-    paths = list(PATHS)[list(PATHS).index(verdict.path) :] if verdict else list(PATHS)
+    paths = PATHS[PATHS.index(verdict.path) :] if verdict else PATHS
     return _first_right(model, SHORT_LENGTHS, SHORT_NEW_TOKENS, paths, verdict.reason if verdict else "")
 
 
@@ -111,12 +91,12 @@ def _first_right(
     want: dict[str, list[Tensor]] = {}
     for i, prompt in enumerate(prompts):
         own = model if len(paths) < len(PATHS) or not _is_small(model) else copy.deepcopy(model)
-        want |= _run(build_dense(own, _options()), {f"r{i}": prompt}, new_tokens).seen
+        want |= _run(_build("dense", own), {f"r{i}": prompt}, new_tokens).seen
     forced = {name: [int(row.argmax()) for row in rows] for name, rows in want.items()}
     why = [reason] if reason else []
     for path in paths:
         try:
-            engine = PATHS[path](model, _options())
+            engine = _build(path, model)
             got = _run(engine, {f"r{i}": p for i, p in enumerate(prompts)}, new_tokens, forced).seen
         except Exception as error:
             why.append(f"{path}: {error}")
@@ -130,8 +110,9 @@ def _first_right(
     )
 
 
-def _options() -> EngineConfig:
-    return EngineConfig(block_size=4, max_batch_tokens=8, num_blocks=200)
+def _build(path: str, model: PreTrainedModel) -> Engine:
+    options = EngineConfig(block_size=4, max_batch_tokens=8, num_blocks=200)
+    return build_path(path, model, plan_path(path, model, options))
 
 
 def _distance(want: Tensor, got: Tensor) -> float:
