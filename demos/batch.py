@@ -87,6 +87,7 @@ def main() -> int:
     print(f"  ratio {batch_rate / plain_rate:.2f}{doubt}")
     print(f"  before it, once a model: {ready_s:.1f} s of checks and warm-up")
 
+    print("  (one full batch of short chats is generate's best case; `hf-cb bench` mixes long and short)")
     capital = results[0].text or ""
     if "Paris" not in capital:
         print(f"the capital of France should be Paris, and the answer was {capital!r}", file=sys.stderr)

@@ -99,12 +99,12 @@ def _first_right(
             engine = _build(path, model)
             got = _run(engine, {f"r{i}": p for i, p in enumerate(prompts)}, new_tokens, forced).seen
         except Exception as error:
-            why.append(f"{path}: {error}")
+            why.append(f"{path}: it ends with {type(error).__name__}: {error}")
             continue
         off = max(_distance(a, b) for name in want for a, b in zip(want[name], got[name], strict=True))
         if off <= limit:
             return Verdict(path, "; ".join(why))
-        why.append(f"{path}: its logits are off by {off:.1g} of the largest")
+        why.append(f"{path}: its logits are not generate's (off by {off:.1g} times the largest one)")
     raise UnsupportedModelError(
         f"{type(model).__name__} cannot be batched, as no path agrees with it: {'; '.join(why)}"
     )
