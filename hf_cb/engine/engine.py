@@ -102,7 +102,8 @@ class Engine:
     def launch(self) -> InFlight | None:
         """Plans a step and runs it; None if nothing can run before an earlier step is committed."""
         times = [time.perf_counter()]
-        self._check_weights()
+        if self.scheduler.waiting:  # only who comes in can find what was computed with other weights
+            self._check_weights()
         plan = self.scheduler.plan()
         if not plan.parts:
             if self.has_work and not any(r.in_flight for r in self.scheduler.running):
