@@ -29,9 +29,8 @@ Waker = tuple[asyncio.AbstractEventLoop | None, Callable[[], None]]
 class Stream:
     """One sequence as its readers see it. Written by the engine's thread, under the handle's condition."""
 
-    def __init__(self, request_id: str, prompt_ids: list[int]) -> None:
+    def __init__(self, request_id: str) -> None:
         self.request_id = request_id
-        self.prompt_ids = prompt_ids
         self.token_ids: list[int] = []
         self.output: GenerationOutput | None = None
 
@@ -48,7 +47,7 @@ class Handle:
     ) -> None:
         self.request_id = requests[0].request_id
         self.index = index
-        self.streams = [Stream(r.request_id, r.prompt_ids) for r in requests]
+        self.streams = [Stream(r.request_id) for r in requests]
         self._requests = requests
         self._cancel = cancel
         self._tokenizer = tokenizer
