@@ -144,13 +144,12 @@ class Engine:
         self._finish(request, reason)
         return Update(request, [])
 
-    def fail(self, request: Request, error: Exception) -> Update:
+    def fail(self, request: Request, error: Exception) -> None:
         """Ends a request with its error."""
         traceback.clear_frames(error.__traceback__)  # they hold a step's logits
         request.in_flight = 0
         request.exception = error
         self._finish(request, "error")
-        return Update(request, [])
 
     def drop_all(self) -> None:
         """Takes every request out, in the middle of whatever it was."""
@@ -182,17 +181,17 @@ class Engine:
         new_ids: list[int] = []
         reason: FinishReason | None = None
         for i, found in enumerate(sampled):
-            if found.exception is not None:
-                self.fail(request, found.exception)
-                return Update(request, new_ids)
-            new_ids.append(found.token_id)
-            try:
-                reason = self._append(request, found, now)
-            except Exception as error:  # a request's own stop check: it ends that request and nobody else's
-                self.fail(request, error)
-                return Update(request, new_ids)
-            except SystemExit as error:
-                self.fail(request, RuntimeError(f"A stop check of this request called sys.exit({error})."))
+            failure = found.exception
+            if failure is None:
+                new_ids.append(found.token_id)
+                try:
+                    reason = self._append(request, found, now)
+                except Exception as error:  # a request's own stop check: it ends that request and nobody else's
+                    failure = error
+                except SystemExit as error:
+                    failure = RuntimeError(f"A stop check of this request called sys.exit({error}).")
+            if failure is not None:
+                self.fail(request, failure)
                 return Update(request, new_ids)
             if reason is not None or i == len(part.drafts) or part.drafts[i] != found.token_id:
                 break

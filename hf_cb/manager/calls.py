@@ -48,6 +48,10 @@ class Batch:
         if manager is not None and self.config == EngineConfig():
             self.config = manager.config  # it runs with these
 
+    @property
+    def max_model_len(self) -> int:
+        return self.config.max_model_len or model_length(self.model)
+
     def check(self) -> None:
         """Raises OptionError now rather than when the first prompt is reached."""
         next(self.recipes(), None)
@@ -71,7 +75,7 @@ class Batch:
                 config,
                 self.options,
                 tokenizer=self.tokenizer,
-                default_length=self.config.max_model_len or model_length(self.model),
+                default_length=self.max_model_len,
                 logprobs=self.config.return_logprobs,
                 seeds=seeds,
             )
@@ -88,7 +92,7 @@ def generate_batch(
     recipes = list(_pair(prompts, batch.recipes()))
     if not prompts:
         return {}
-    need = _need(recipes, batch.config.max_model_len or model_length(batch.model))
+    need = _need(recipes, batch.max_model_len)
     outputs: list[GenerationOutput] = []
     with _session(batch, need) as session:
         before = session.manager.stats()

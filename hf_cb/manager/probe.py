@@ -90,7 +90,7 @@ def _first_right(
     prompts = [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
     want: dict[str, list[Tensor]] = {}
     for i, prompt in enumerate(prompts):
-        own = model if len(paths) < len(PATHS) or not _is_small(model) else copy.deepcopy(model)
+        own = copy.deepcopy(model) if _is_small(model) else model
         want |= _run(_build("dense", own), {f"r{i}": prompt}, new_tokens).seen
     forced = {name: [int(row.argmax()) for row in rows] for name, rows in want.items()}
     why = [reason] if reason else []

@@ -66,18 +66,6 @@ def iter_encoded(
             yield error.with_traceback(None)
 
 
-def encode_prompts(
-    inputs: Any,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    attention_mask: Any = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> list[list[int] | Exception]:
-    """All of `iter_encoded` at once."""
-    options = {"attention_mask": attention_mask, "chat_template_kwargs": chat_template_kwargs}
-    return list(iter_encoded(inputs, tokenizer, **options))
-
-
 def encode_prompt(
     prompt: Prompt,
     tokenizer: PreTrainedTokenizerBase | None = None,

@@ -20,12 +20,6 @@ pytestmark = pytest.mark.usefixtures("patched")
 PROMPTS = make_prompts([5, 12, 3])
 
 
-@pytest.fixture
-def manager(shared_llama):
-    with shared_llama.continuous_batching_context_manager() as manager:
-        yield manager
-
-
 def test_unpatching_under_a_running_manager_changes_no_answer(shared_llama) -> None:
     want = [generate_alone(shared_llama, p, greedy(150)) for p in PROMPTS]
     with shared_llama.continuous_batching_context_manager() as manager:

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from hf_cb.text.prompts import encode_prompt, encode_prompts, split_prompts, tokenizer_lock
+from hf_cb.text.prompts import encode_prompt, iter_encoded, split_prompts, tokenizer_lock
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
@@ -20,6 +20,10 @@ TEMPLATE = (
     "{% if tools %}T{{ tools | length }}{% endif %}{% if add_generation_prompt %}a:{% endif %}"
 )
 BOS = 256
+
+
+def list_encoded(*args: Any, **kwargs: Any) -> list[list[int] | Exception]:
+    return list(iter_encoded(*args, **kwargs))
 
 
 @pytest.fixture
@@ -69,7 +73,7 @@ UNPADDED = [[5, 6], [7, 8, 9, 1]]
     ids=repr,
 )
 def test_ids_in_every_form(inputs: Any, expected: list[list[int]]) -> None:
-    encoded = encode_prompts(inputs)
+    encoded = list_encoded(inputs)
     assert encoded == expected
     assert all(type(token_id) is int for ids in encoded for token_id in ids)
 
@@ -88,7 +92,7 @@ def test_ids_in_every_form(inputs: Any, expected: list[list[int]]) -> None:
     ids=["left", "right", "holes", "bool", "flat", "flat with one row"],
 )
 def test_masked_ids_are_dropped(as_array: Any, ids: Any, mask: Any, expected: list[list[int]]) -> None:
-    assert encode_prompts(as_array(ids), attention_mask=as_array(mask)) == expected
+    assert list_encoded(as_array(ids), attention_mask=as_array(mask)) == expected
 
 
 def test_what_a_tokenizer_returns(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -97,9 +101,9 @@ def test_what_a_tokenizer_returns(tokenizer: PreTrainedTokenizerFast) -> None:
     for side in ("left", "right"):
         tokenizer.padding_side = side
         for options in ({}, {"padding": True}, {"padding": True, "return_tensors": "pt"}):
-            assert encode_prompts(tokenizer(texts, **options)) == expected
-    assert encode_prompts(tokenizer("a")) == expected[:1]
-    assert encode_prompts([tokenizer(text, return_tensors="pt") for text in texts]) == expected
+            assert list_encoded(tokenizer(texts, **options)) == expected
+    assert list_encoded(tokenizer("a")) == expected[:1]
+    assert list_encoded([tokenizer(text, return_tensors="pt") for text in texts]) == expected
     assert encode_prompt(tokenizer("a", return_tensors="np")) == expected[0]
 
 
@@ -107,16 +111,16 @@ def test_text_gets_the_tokenizers_own_special_tokens(tokenizer: PreTrainedTokeni
     expected = tokenizer("hi")["input_ids"]
     assert expected[0] == BOS
     for inputs in ("hi", ["hi"], ("hi",), np.array(["hi"]), iter(["hi"])):
-        assert encode_prompts(inputs, tokenizer) == [expected]
-    assert encode_prompts(["hi", [1, 2], chat("x")], tokenizer)[:2] == [expected, [1, 2]]
+        assert list_encoded(inputs, tokenizer) == [expected]
+    assert list_encoded(["hi", [1, 2], chat("x")], tokenizer)[:2] == [expected, [1, 2]]
 
 
 def test_a_chat_becomes_ids_with_one_bos(tokenizer: PreTrainedTokenizerFast) -> None:
     expected = tokenizer("u:hi;a:")["input_ids"]
     assert expected.count(BOS) == 1
     assert encode_prompt(chat("hi"), tokenizer) == expected
-    assert encode_prompts(chat("hi"), tokenizer) == [expected]
-    assert encode_prompts([chat("hi"), tuple(chat("hi"))], tokenizer) == [expected, expected]
+    assert list_encoded(chat("hi"), tokenizer) == [expected]
+    assert list_encoded([chat("hi"), tuple(chat("hi"))], tokenizer) == [expected, expected]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +167,7 @@ def test_chat_template_kwargs(tokenizer: PreTrainedTokenizerFast, options: dict[
 def test_a_bad_prompt_spoils_only_itself(
     tokenizer: PreTrainedTokenizerFast, bad: Any, kind: type[Exception], message: str
 ) -> None:
-    first, error, last = encode_prompts([[1, 2], bad, "hi"], tokenizer)
+    first, error, last = list_encoded([[1, 2], bad, "hi"], tokenizer)
     assert first == [1, 2] and last == tokenizer("hi")["input_ids"]
     assert isinstance(error, kind) and error.__traceback__ is None
     with pytest.raises(kind, match=message):
@@ -174,16 +178,16 @@ def test_a_bad_prompt_spoils_only_itself(
 
 def test_messages_stay_short(tokenizer: PreTrainedTokenizerFast) -> None:
     for bad in ([*range(9000), "x" * 9000], chat("y" * 9000, role="refused"), torch.zeros(9000)):
-        (error,) = encode_prompts([bad], tokenizer)
+        (error,) = list_encoded([bad], tokenizer)
         assert isinstance(error, Exception) and len(str(error)) < 300
 
 
 def test_an_empty_text_is_an_error_where_the_tokenizer_adds_nothing(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    assert encode_prompts([""], tokenizer) == [[BOS]]
+    assert list_encoded([""], tokenizer) == [[BOS]]
     tokenizer.backend_tokenizer.post_processor = processors.Sequence([])
-    error, other = encode_prompts(["", "a"], tokenizer)
+    error, other = list_encoded(["", "a"], tokenizer)
     assert isinstance(error, ValueError) and "no token ids" in str(error) and isinstance(other, list)
 
 
@@ -193,25 +197,25 @@ def test_an_empty_text_is_an_error_where_the_tokenizer_adds_nothing(
 )
 def test_inputs_that_hold_no_prompts(inputs: Any) -> None:
     with pytest.raises(TypeError, match="hold"):
-        encode_prompts(inputs)
+        list_encoded(inputs)
 
 
 @pytest.mark.parametrize("dimensions", [0, 3])
 def test_a_tensor_with_a_wrong_number_of_dimensions(dimensions: int) -> None:
     with pytest.raises(TypeError, match=f"1 or 2 dimensions, not {dimensions}"):
-        encode_prompts(torch.zeros([1] * dimensions, dtype=torch.long))
+        list_encoded(torch.zeros([1] * dimensions, dtype=torch.long))
 
 
 @pytest.mark.parametrize("prompt", ["text", chat("x")], ids=["text", "chat"])
 def test_text_needs_a_tokenizer(prompt: Any) -> None:
-    for call in (encode_prompt, encode_prompts, lambda p: encode_prompts([[1], p])):
+    for call in (encode_prompt, list_encoded, lambda p: list_encoded([[1], p])):
         with pytest.raises(ValueError, match="needs a tokenizer: pass tokenizer="):
             call(prompt)
 
 
 def test_a_chat_needs_a_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = None
-    error, other = encode_prompts([chat("x"), [1]], tokenizer)
+    error, other = list_encoded([chat("x"), [1]], tokenizer)
     assert isinstance(error, ValueError) and "no chat template" in str(error) and other == [1]
     with pytest.raises(TypeError, match="tokenize=False"):
         encode_prompt(chat("x"), tokenizer, chat_template_kwargs={"tokenize": False, "chat_template": TEMPLATE})
@@ -229,7 +233,7 @@ def test_a_chat_needs_a_chat_template(tokenizer: PreTrainedTokenizerFast) -> Non
 )
 def test_masks_that_do_not_fit(inputs: Any, mask: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
-        encode_prompts(inputs, attention_mask=mask)
+        list_encoded(inputs, attention_mask=mask)
 
 
 def test_lazy_inputs_are_read_one_at_a_time() -> None:
