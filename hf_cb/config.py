@@ -1,6 +1,6 @@
-"""Every option of the engine: validated here, and every "auto" resolved once, with its reason.
+"""Every option of the engine, validated. What is left open ("auto") becomes a value in `sizes.py`.
 
-`EngineConfig` is what a user writes; `ResolvedConfig` is what the engine runs on. transformers' own
+`EngineConfig` is what a user writes. transformers' own
 `ContinuousBatchingConfig` is accepted everywhere and converted: a field equal to transformers' default means "auto".
 """
 
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hf_cb.errors import OptionError
 
+MAX_THREADS = 1024
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 # transformers' field -> ours
@@ -156,104 +157,6 @@ class EngineConfig:
             if name not in known:
                 raise OptionError(f"Unknown option {name!r}; the options are {', '.join(known)}.")
         return cls(**given)
-
-
-@dataclass(frozen=True)
-class ResolvedConfig:
-    """An EngineConfig with nothing left open. `reasons` says for every "auto" why it became what it is."""
-
-    block_size: int
-    num_blocks: int
-    max_batch_tokens: int
-    max_num_seqs: int
-    max_model_len: int
-    prefill_chunk: int
-    prefix_caching: bool
-    trace_steps: int
-    reasons: dict[str, str] = field(default_factory=dict)
-
-    def without_prefix_caching(self) -> ResolvedConfig:
-        """For a path on which requests share nothing."""
-        return dataclasses.replace(self, prefix_caching=False)
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What the "auto" values depend on. `block_bytes` maps a block size to the bytes of one KV block."""
-
-    model_len: int
-    free_bytes: int
-    device_type: str
-    block_bytes: Any
-    num_groups: int = 1
-    need_tokens: int | None = None  # KV tokens that all requests together can use, if they are known
-    need_seqs: int | None = None
-
-
-MAX_THREADS = 1024
-CPU_KV_CAP = 4 * 2**30  # a library in somebody's notebook does not fill the machine; kv_budget asks for more
-
-
-def resolve(config: EngineConfig, around: Surroundings) -> ResolvedConfig:
-    """Replaces every None by a value, once.
-
-    Raises:
-        OptionError: the memory does not hold one block.
-    """
-    why: dict[str, str] = {}
-
-    def auto(name: str, value: Any, reason: str) -> Any:
-        given = getattr(config, name)
-        if given is not None:
-            why[name] = "given"
-            return given
-        why[name] = reason
-        return value
-
-    on_cpu = around.device_type == "cpu"
-    block_size = auto("block_size", 32, "32 tokens: little waste at the end, long enough rows to gather")
-    max_model_len = auto("max_model_len", around.model_len, "the model's positions")
-    max_num_seqs = auto("max_num_seqs", 64 if on_cpu else 256, f"usual on {around.device_type}")
-    max_batch_tokens = auto("max_batch_tokens", 512 if on_cpu else 8192, f"usual on {around.device_type}")
-    prefill_chunk = auto("prefill_chunk", max_batch_tokens, "a prompt may use the whole step")
-    seqs = max_num_seqs if around.need_seqs is None else min(max_num_seqs, around.need_seqs)
-    # a block of slack for each request, since the last one is rarely full, and for a copy on write
-    need_tokens = seqs * max_model_len if around.need_tokens is None else around.need_tokens
-    need = around.num_groups * (-(-need_tokens // block_size) + 2 * (around.need_seqs or seqs))
-    per_block = around.block_bytes(block_size)
-    if config.num_blocks is not None:
-        num_blocks, why["num_blocks"] = config.num_blocks, "given"
-    elif config.kv_budget is not None:
-        num_blocks = parse_bytes(config.kv_budget) // per_block
-        why["num_blocks"] = f"kv_budget={config.kv_budget} bytes at {per_block} bytes a block"
-    else:
-        fraction = config.max_memory_fraction
-        fraction = (0.3 if on_cpu else 0.85) if fraction is None else fraction
-        room = int(around.free_bytes * fraction)
-        if on_cpu and config.max_memory_fraction is None:
-            room = min(room, CPU_KV_CAP)
-        num_blocks = min(need, room // per_block)
-        why["num_blocks"] = (
-            f"{fraction:.0%} of {around.free_bytes / 2**30:.1f} GiB free, at most {room / 2**30:.2f} GiB, "
-            f"{per_block} bytes a block; all requests together need at most {need}"
-        )
-    if num_blocks < around.num_groups:
-        raise OptionError(
-            f"The KV cache would have {num_blocks} blocks and needs at least {around.num_groups} (one for each layer "
-            f"group; a block of {block_size} tokens takes {per_block} bytes): raise kv_budget or num_blocks, or free "
-            f"memory."
-        )
-    return ResolvedConfig(
-        block_size=block_size,
-        num_blocks=int(num_blocks),
-        max_batch_tokens=max_batch_tokens,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        prefill_chunk=min(prefill_chunk, max_batch_tokens),
-        prefix_caching=config.prefix_caching,
-        trace_steps=config.trace_steps,
-        reasons=why,
-    )
 
 
 def parse_bytes(size: int | str) -> int:

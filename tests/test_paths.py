@@ -36,8 +36,8 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     ),
     "Bloom": ("dense", {"n_layer": 3, "n_head": 4}),
     "Falcon": ("dense", {}),
-    "Mamba": ("dense", {}),
-    "Lfm2": ("dense", {"layer_types": ["conv", "full_attention"] * 2}),
+    "Mamba": ("paged", {}),
+    "Lfm2": ("paged", {"layer_types": ["conv", "full_attention"] * 2}),
     "RecurrentGemma": ("recompute", {"num_hidden_layers": 3, "attention_window_size": 8}),
 }
 

@@ -2,24 +2,25 @@
 
 transformers looks its attention and mask functions up in two registries. Both look-ups are wrapped once and are inert
 unless the context variable `_STEP` holds a step, which only `stepping` sets. During a step
-- mask functions build no mask: they return an empty tensor that carries which keys the mask would have shown (some
-  families tell a layer's window by the mask alone);
-- attention goes to the step, which computes it over the paged KV cache.
+- mask functions build no mask: they return an empty tensor that carries which keys the mask would have shown;
+- attention goes to the step, which computes it over the paged KV cache;
+- modules that must see each request by itself (recurrent layers, some rotary embeddings) go to the step too: the
+  `forward` of their class is wrapped, with the same inertness.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
+from hf_cb.attention.masks import MaskSpec, intersection, mark, spec_of, with_spec
 from hf_cb.errors import IncompatibleTransformersError, UnsupportedModelError
 
 # Arguments that models hand through to their attention and that change nothing in it
@@ -40,25 +41,38 @@ class AttentionCall:
     has_sinks: bool = False
 
 
-class StepAttention(Protocol):
-    """Computes the attention of one step: q `[T, Hq, D]`, k `[T, Hkv, D]`, v `[T, Hkv, Dv]` -> `[T, Hq, Dv]`."""
+# Stands in for a module's forward: takes that forward (bound), and the arguments of the call
+Drive = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Step(Protocol):
+    """What one step does with the calls that reach it."""
+
+    @property
+    def drives(self) -> Mapping[int, Drive]:
+        """By the id of a module: what runs in place of its forward."""
+        ...
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, sinks: Tensor | None
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """q `[T, Hq, D]`, k `[T, Hkv, D]`, v `[T, Hkv, Dv]` -> `[T, Hq, Dv]`."""
+        ...
 
 
-_STEP: ContextVar[StepAttention | None] = ContextVar("hf_cb_step", default=None)
+_STEP: ContextVar[Step | None] = ContextVar("hf_cb_step", default=None)
 
 
 @contextmanager
-def stepping(step: StepAttention) -> Iterator[None]:
-    """Inside, attention in this thread goes to `step`. Needs `install()`."""
-    mark = _STEP.set(step)
+def stepping(step: Step, driven: Iterable[type[nn.Module]] = ()) -> Iterator[None]:
+    """Inside, attention in this thread goes to `step`, and so do modules of the `driven` classes. Needs `install()`."""
+    for cls in driven:
+        _wrap_forward(cls)
+    token = _STEP.set(step)
     try:
         yield
     finally:
-        _STEP.reset(mark)
+        _STEP.reset(token)
 
 
 # ---------------------------------------------------------------------------------------------------------- attention
@@ -80,7 +94,7 @@ def _attention(
     """transformers' attention signature: q `[1, Hq, T, D]`, k and v `[1, Hkv, T, D]` -> `[1, T, Hq, Dv]`."""
     step = _STEP.get()
     assert step is not None, "only reached during a step"
-    spec = _spec_of(module, attention_mask, others.get("is_causal"))
+    spec = spec_of(module, attention_mask, others.get("is_causal"))
     for name, given in others.items():
         if given is not None and name not in _NEUTRAL_ARGUMENTS:
             raise UnsupportedModelError(
@@ -98,83 +112,12 @@ def _attention(
     return step.attend(module, q, k, v, call, s_aux)[None], None
 
 
-# -------------------------------------------------------------------------------------------------------------- masks
-
-
-@dataclass(frozen=True)
-class MaskSpec:
-    """The keys that a causal mask shows: all, or those of a window, or those of the query's own chunk."""
-
-    window: int | None = None
-    chunk: int | None = None
-
-
-class MaskMark(torch.Tensor):
-    """An empty tensor in a mask's place. It keeps its spec when a model slices or moves it; None: an unknown mask."""
-
-    spec: MaskSpec | None
-
-    @classmethod
-    def of(cls, spec: MaskSpec | None, device: Any) -> MaskMark:
-        mark: MaskMark = torch.empty(1, 1, 0, 0, device=device).as_subclass(cls)
-        mark.spec = spec
-        return mark
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_function__(func, types, args, kwargs or {})
-        if isinstance(out, MaskMark):
-            out.spec = next((a.spec for a in args if isinstance(a, MaskMark)), None)
-        return out
-
-
-def _spec_of(module: nn.Module, mask: Tensor | None, is_causal: bool | None) -> MaskSpec:
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if not causal:
-        raise UnsupportedModelError(f"{type(module).__name__} is not causal: it cannot generate with a KV cache.")
-    if mask is None:
-        return MaskSpec()
-    spec = mask.spec if isinstance(mask, MaskMark) else None
-    if spec is None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} brings an attention mask that is neither causal, sliding nor chunked."
-        )
-    return spec
-
-
-def _mark(*, mask_function: Callable[..., Any], device: Any = None, **_: Any) -> MaskMark:
-    """Stands in for transformers' mask builders (`sdpa_mask` and its like) during a step."""
-    return MaskMark.of(getattr(mask_function, "hf_cb_spec", None), device or "cpu")
-
-
-def _with_spec(make: Callable[..., Any], spec: Callable[..., MaskSpec | None]) -> Callable[..., Any]:
-    """`make`, whose result also carries the spec computed from the same arguments."""
-
-    @functools.wraps(make)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        made = make(*args, **kwargs)
-        made.hf_cb_spec = spec(*args, **kwargs)
-        return made
-
-    return wrapped
-
-
-def _intersection(*masks: Any) -> MaskSpec | None:
-    windows, chunks = set(), set()
-    for mask in masks:
-        spec = getattr(mask, "hf_cb_spec", None)
-        if spec is None:
-            return None
-        windows |= {spec.window} - {None}
-        chunks |= {spec.chunk} - {None}
-    return MaskSpec(min(windows, default=None), min(chunks, default=None)) if len(chunks) < 2 else None
-
-
 # ------------------------------------------------------------------------------------------------------- installation
 
 _lock = threading.RLock()  # a garbage collection inside may end in uninstall()
 _users = 0
 _originals: list[tuple[Any, str, Any]] = []
+_driven: set[type] = set()  # classes whose forward is wrapped
 
 
 def missing() -> list[str]:
@@ -218,6 +161,8 @@ def uninstall() -> None:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
+        if _users == 0:
+            _driven.clear()
 
 
 @contextmanager
@@ -238,6 +183,31 @@ def _replace(owner: Any, name: str, new: Any) -> None:
     setattr(owner, name, new)
 
 
+def _wrap_forward(cls: type[nn.Module]) -> None:
+    if cls in _driven:
+        return
+    forward = cls.forward
+
+    @functools.wraps(forward)
+    def driven(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        step = _STEP.get()
+        drive = step.drives.get(id(self)) if step is not None else None
+        if drive is None:
+            return forward(self, *args, **kwargs)
+        token = _STEP.set(None)  # its own forward runs as it does outside of a step
+        try:
+            return drive(functools.partial(forward, self), args, kwargs)
+        finally:
+            _STEP.reset(token)
+
+    with _lock:
+        if _users == 0:
+            raise RuntimeError("stepping() without install()")
+        if cls not in _driven:
+            _replace(cls, "forward", driven)
+            _driven.add(cls)
+
+
 def _wrap_all() -> None:
     from transformers import masking_utils as masks
     from transformers.modeling_utils import AttentionInterface
@@ -251,19 +221,19 @@ def _wrap_all() -> None:
 
     @functools.wraps(look_up_mask)
     def __getitem__(self: Any, key: str) -> Callable[..., Any]:
-        return _mark if _STEP.get() is not None else look_up_mask(self, key)
+        return mark if _STEP.get() is not None else look_up_mask(self, key)
 
     _replace(AttentionInterface, "get_interface", get_interface)
     _replace(masks.AttentionMaskInterface, "__getitem__", __getitem__)
     _replace(masks.causal_mask_function, "hf_cb_spec", MaskSpec())
     _replace(
-        masks, "sliding_window_overlay", _with_spec(masks.sliding_window_overlay, lambda size: MaskSpec(window=size))
+        masks, "sliding_window_overlay", with_spec(masks.sliding_window_overlay, lambda size: MaskSpec(window=size))
     )
-    _replace(masks, "chunked_overlay", _with_spec(masks.chunked_overlay, lambda size, *_, **__: MaskSpec(chunk=size)))
-    _replace(masks, "and_masks", _with_spec(masks.and_masks, _intersection))
+    _replace(masks, "chunked_overlay", with_spec(masks.chunked_overlay, lambda size, *_, **__: MaskSpec(chunk=size)))
+    _replace(masks, "and_masks", with_spec(masks.and_masks, intersection))
     # within one request of a step positions rise by one, so a packed mask adds nothing to what it overlays
     packed = masks.packed_sequence_mask_function
-    _replace(masks, "packed_sequence_mask_function", _with_spec(packed, lambda _: MaskSpec()))
+    _replace(masks, "packed_sequence_mask_function", with_spec(packed, lambda _: MaskSpec()))
     if remap := getattr(masks, "remap_positions_for_packed_sequence", None):  # from 5.24 on
-        remapped = _with_spec(remap, lambda mask_function, _: getattr(mask_function, "hf_cb_spec", None))
+        remapped = with_spec(remap, lambda mask_function, _: getattr(mask_function, "hf_cb_spec", None))
         _replace(masks, "remap_positions_for_packed_sequence", remapped)

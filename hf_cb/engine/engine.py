@@ -15,7 +15,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hf_cb.config import ResolvedConfig
 from hf_cb.core import FinishReason, PlanPart, Request, Status, StepBatch, StepPlan, StepRecord, Update
 from hf_cb.engine import batch as batching
 from hf_cb.engine.kv_cache import KVCache
@@ -26,12 +25,18 @@ from hf_cb.engine.scheduler import Scheduler
 from hf_cb.engine.speculation import DraftSource
 from hf_cb.engine.stopping import check_stop, is_late
 from hf_cb.models.groups import LayerGroup
+from hf_cb.sizes import ResolvedConfig
 
 
 class Runner(Protocol):
     """The forward of a step, as the engine sees it (`models.paged.PagedModel` is one)."""
 
     groups: list[LayerGroup]
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a request can start behind tokens that another has computed: everything is in the blocks then."""
+        ...
 
     @property
     def device(self) -> torch.device: ...
@@ -69,8 +74,11 @@ class Engine:
     ) -> None:
         self.runner = runner
         self.config = config
-        self.kv = KVCache(runner.groups, config.num_blocks, config.block_size, config.prefix_caching)
-        self.scheduler = Scheduler(config, self.kv, policy, drafts)
+        sharing = runner.shares_prefixes
+        self.kv = KVCache(
+            runner.groups, config.num_blocks, config.block_size, config.prefix_caching and sharing, forks=sharing
+        )
+        self.scheduler = Scheduler(config, self.kv, policy, drafts if sharing else None)
         self.sampler = sampler or Sampler()
         self.records: deque[StepRecord] = deque(maxlen=config.trace_steps)
         self.num_steps = 0
@@ -230,7 +238,7 @@ class Engine:
         request.params = replace(request.params, process=None, stop_checks=())
 
     def _check_weights(self) -> None:
-        if self.config.prefix_caching:
+        if self.kv.prefix_caching:
             key = self.runner.weights_key()
             if key != self._weights_key:
                 self.kv.drop_cache()

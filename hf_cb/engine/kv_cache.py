@@ -29,11 +29,17 @@ class KVCache:
     """Tables, hashes and the pool. Knows no tensors."""
 
     def __init__(
-        self, groups: Sequence[LayerGroup], num_blocks: int, block_size: int, prefix_caching: bool = True
+        self,
+        groups: Sequence[LayerGroup],
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool = True,
+        forks: bool = True,
     ) -> None:
         self.groups = list(groups)
         self.block_size = block_size
         self.prefix_caching = prefix_caching
+        self.forks = forks
         self.pool = BlockPool(num_blocks)
         self.epoch = 0
 
@@ -105,7 +111,7 @@ class KVCache:
 
     def fork(self, request: Request, source: Request, num_tokens: int) -> int:
         """Shares the first `num_tokens` tokens of `source`, partly filled last block included; returns how many."""
-        if source.num_computed < num_tokens or not source.tables:
+        if not self.forks or source.num_computed < num_tokens or not source.tables:
             return 0
         length = -(-num_tokens // self.block_size)
         tables = []

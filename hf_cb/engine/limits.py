@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hf_cb.config import ResolvedConfig
 from hf_cb.core import Request
 from hf_cb.engine.kv_cache import KVCache
 from hf_cb.errors import PromptError
+from hf_cb.sizes import ResolvedConfig
 
 
 def check_ids(prompt_ids: list[int], vocab_size: int) -> None:

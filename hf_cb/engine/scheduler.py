@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import insort
 
-from hf_cb.config import ResolvedConfig
 from hf_cb.core import PlanPart, Request, Status, StepPlan
 from hf_cb.engine.kv_cache import KVCache
 from hf_cb.engine.policies import Fifo, Policy
 from hf_cb.engine.speculation import DraftSource, NoDrafts
+from hf_cb.sizes import ResolvedConfig
 
 
 class Scheduler:
@@ -74,7 +74,13 @@ class Scheduler:
             plan.bound_by = "requests"
             return None
         source = request.fork_of
-        if source is not None and source.status is not Status.FINISHED and source.pending > 0 and not source.num_output:
+        if (
+            self.kv.forks
+            and source is not None
+            and source.status is not Status.FINISHED
+            and source.pending > 0
+            and not source.num_output
+        ):
             return None  # its prompt is about to be computed by the request it is a fork of
         shared = 0
         if source is not None and source.status is Status.RUNNING and not request.num_output:

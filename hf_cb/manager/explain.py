@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hf_cb.config import EngineConfig
 from hf_cb.errors import HfCbError
 from hf_cb.manager.build import plan_engine
+from hf_cb.models.plan import ModelPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,14 +44,6 @@ def explain(model: PreTrainedModel, options: EngineConfig) -> Explanation:
         verdict, plan = plan_engine(model, options)
     except HfCbError as refusal:
         return Explanation(name, "refused", str(refusal))
-    groups = []
-    for group in plan.groups if plan.backend else ():
-        layer = plan.trace.layers[group.layers[0]]
-        kind = f"window {group.window}" if group.window else f"chunk {group.chunk}" if group.chunk else "full attention"
-        groups.append(
-            f"{len(group.layers)} with {kind}: {layer.num_heads} heads, {layer.num_kv_heads} KV heads of "
-            f"{layer.head_dim}, {str(layer.dtype).removeprefix('torch.')} on {layer.device}"
-        )
     values = {name: f"{getattr(plan.config, name)} ({reason})" for name, reason in plan.config.reasons.items()}
     values["kv_cache"] = (
         f"{plan.config.num_blocks * plan.block_bytes / 2**20:.0f} MiB ({plan.block_bytes} bytes a block)"
@@ -61,6 +54,26 @@ def explain(model: PreTrainedModel, options: EngineConfig) -> Explanation:
         reason=verdict.reason or "its logits are those of generate",
         backend=plan.backend.name if plan.backend else None,
         backend_reason=plan.backend_reason,
-        layers=groups,
+        layers=_layers(plan),
         config=values,
     )
+
+
+def _layers(plan: ModelPlan) -> list[str]:
+    trace = plan.trace
+    lines = []
+    for group in plan.groups:
+        if group.layers:
+            layer = trace.layers[group.layers[0]]
+            reach = [f"{kind} {size}" for kind, size in (("window", group.window), ("chunk", group.chunk)) if size]
+            lines.append(
+                f"{len(group.layers)} with {', '.join(reach) or 'full attention'}: {layer.num_heads} heads, "
+                f"{layer.num_kv_heads} KV heads of {layer.head_dim}, {str(layer.dtype).removeprefix('torch.')} on "
+                f"{layer.device}"
+            )
+    if trace.recurrent is not None:
+        kinds = ", ".join(sorted({type(m).__name__ for m in trace.recurrent.modules}))
+        lines.append(
+            f"{len(trace.recurrent.modules)} with a state ({kinds}): {trace.recurrent.state_bytes} bytes a request"
+        )
+    return lines

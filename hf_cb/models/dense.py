@@ -40,6 +40,8 @@ class DenseModel:
         self._states: dict[Request, _State] = {}
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
+    shares_prefixes = False
+
     @property
     def device(self) -> torch.device:
         return self.model.device

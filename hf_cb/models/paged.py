@@ -3,84 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_cb.attention.backend import AttentionBackend
-from hf_cb.attention.interception import AttentionCall, stepping
-from hf_cb.core import LayerFacts, Request, StepBatch
+from hf_cb.attention.interception import AttentionCall, Drive, stepping
+from hf_cb.core import Request, StepBatch
 from hf_cb.errors import UnsupportedModelError
-from hf_cb.kernels.reference.paged_attention import chunk_attention
 from hf_cb.models.groups import LayerGroup, storage_layers
+from hf_cb.models.recurrent import RecurrentStates
+from hf_cb.models.trace import Trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-CallKey = tuple[int, int]  # (id of the module, how many times it has attended in this forward)
-
-
-@dataclass
-class Trace:
-    """The attention calls of a model, in order, as one small forward showed them."""
-
-    keys: list[CallKey] = field(default_factory=list)
-    layers: list[LayerFacts] = field(default_factory=list)
-    calls: list[AttentionCall] = field(default_factory=list)
-
-
-@dataclass
-class _Tracing:
-    """A step that takes notes, and attends within its own few tokens."""
-
-    trace: Trace = field(default_factory=Trace)
-    counts: Counter[int] = field(default_factory=Counter)
-
-    def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, sinks: Tensor | None
-    ) -> Tensor:
-        self.trace.keys.append((id(module), self.counts[id(module)]))
-        self.counts[id(module)] += 1
-        self.trace.calls.append(call)
-        self.trace.layers.append(
-            LayerFacts(
-                num_heads=q.shape[1],
-                num_kv_heads=k.shape[1],
-                head_dim=k.shape[2],
-                v_head_dim=v.shape[2],
-                scale=call.scale,
-                dtype=k.dtype,
-                device=k.device,
-                window=call.window,
-                chunk=call.chunk,
-                softcap=call.softcap,
-                has_sinks=call.has_sinks,
-            )
-        )
-        options = (call.window, call.chunk, call.softcap, sinks)
-        return chunk_attention(q, k.transpose(0, 1), v.transpose(0, 1), 0, 0, call.scale, *options)
-
-
-@torch.no_grad()
-def trace_layers(model: PreTrainedModel) -> Trace:
-    """Runs two tokens through the model and notes what its attention calls look like.
-
-    Raises:
-        UnsupportedModelError: no attention call reached us, or one that we cannot compute.
-    """
-    step = _Tracing()
-    with stepping(step):
-        model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), **_positions(0, 2, model.device))
-    if not step.trace.layers:
-        raise UnsupportedModelError(f"{type(model).__name__} reaches no attention function that hf_cb can page.")
-    return step.trace
-
-
-def _positions(start: int, end: int, device: Any) -> dict[str, Any]:
-    return {"position_ids": torch.arange(start, end, device=device)[None], "use_cache": False}
 
 
 class PagedModel:
@@ -110,6 +48,8 @@ class PagedModel:
             for layer, storage in zip(group.layers, group.storages, strict=True)
         }
         self._picks_rows = model._supports_logits_to_keep()
+        found = trace.recurrent
+        self.states = RecurrentStates(found.modules, found.make_cache, found.restarting) if found else None
 
     @property
     def device(self) -> torch.device:
@@ -126,16 +66,23 @@ class PagedModel:
             if p is not None
         ]
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a request can go on from another's keys and values: not where it also needs that one's states."""
+        return self.states is None
+
     def forget(self, request: Request) -> None:
-        """All that is kept for a request is in its blocks."""
+        if self.states is not None:
+            self.states.forget(request)
 
     @torch.no_grad()
     def forward(self, batch: StepBatch) -> Tensor:
         """The logits `[S, V]` of the batch's `logits_rows`; keys and values go to the cache on the way."""
         self._prepare_blocks(batch)
         wanted = {"logits_to_keep": batch.logits_rows} if self._picks_rows else {}
-        step = _PagedStep(self, batch)
-        with stepping(step):
+        drives = self.states.drives(batch) if self.states is not None else {}
+        step = _PagedStep(self, batch, drives)
+        with stepping(step, self.states.classes if self.states is not None else ()):
             out = self.model(
                 input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, **wanted
             )
@@ -172,8 +119,9 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
 class _PagedStep:
     """The attention of one step of a PagedModel."""
 
-    def __init__(self, owner: PagedModel, batch: StepBatch) -> None:
+    def __init__(self, owner: PagedModel, batch: StepBatch, drives: Mapping[int, Drive]) -> None:
         self.owner = owner
+        self.drives = drives
         self.batch = batch
         self.counts: Counter[int] = Counter()
         self.metas: dict[tuple[int, torch.device], Any] = {}

@@ -9,9 +9,10 @@ import psutil
 import torch
 
 from hf_cb.attention.backend import AttentionBackend, choose_backend
-from hf_cb.config import EngineConfig, ResolvedConfig, Surroundings, resolve
+from hf_cb.config import EngineConfig
 from hf_cb.models.groups import LayerGroup, group_layers, storage_layers
-from hf_cb.models.paged import Trace, trace_layers
+from hf_cb.models.trace import Trace, trace_layers
+from hf_cb.sizes import ResolvedConfig, Surroundings, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,13 +56,14 @@ def plan_paged(model: PreTrainedModel, options: EngineConfig, need: Need | None 
     """
     trace = trace_layers(model)
     backend, why = choose_backend(options.attention, trace.layers)
-    groups = group_layers(trace.layers, options.max_model_len or model_length(model))
+    # with no attention at all blocks only count tokens
+    groups = group_layers(trace.layers, options.max_model_len or model_length(model)) or [LayerGroup((), ())]
     stored = [trace.layers[i] for i in storage_layers(groups)]
 
     def block_bytes(block_size: int) -> int:
-        return sum(backend.block_bytes(layer, block_size) for layer in stored)
+        return sum(backend.block_bytes(layer, block_size) for layer in stored) or 1
 
-    config = resolve(options, _surroundings(model, block_bytes, len(groups), need))
+    config = resolve(options, _surroundings(model, block_bytes, len(groups), need, trace))
     return ModelPlan(config, groups, block_bytes(config.block_size), trace, backend, why)
 
 
@@ -78,13 +80,16 @@ def plan_dense(model: PreTrainedModel, options: EngineConfig, need: Need | None 
     return ModelPlan(config.without_prefix_caching(), [LayerGroup((), ())], block_bytes(config.block_size))
 
 
-def _surroundings(model: PreTrainedModel, block_bytes: object, num_groups: int, need: Need | None) -> Surroundings:
+def _surroundings(
+    model: PreTrainedModel, block_bytes: object, num_groups: int, need: Need | None, trace: Trace | None = None
+) -> Surroundings:
     return Surroundings(
         model_len=model_length(model),
         free_bytes=free_memory(model.device),
         device_type=model.device.type,
         block_bytes=block_bytes,
         num_groups=num_groups,
+        state_bytes=trace.recurrent.state_bytes if trace and trace.recurrent else 0,
         need_tokens=need.tokens if need else None,
         need_seqs=need.seqs if need else None,
     )

@@ -28,6 +28,7 @@ _SIZES = {
     **dict.fromkeys(("n_group", "topk_group"), 1),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "head_dim", "v_head_dim", "hidden_size_per_layer_input"), 16),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 8),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "mamba_chunk_size", "chunk_size"), 8),
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size"), WINDOW),
     **dict.fromkeys(("max_window_layers", "first_k_dense_replace"), 1),
 }

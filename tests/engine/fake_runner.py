@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from hf_cb.config import EngineConfig, ResolvedConfig, Surroundings, resolve
+from hf_cb.config import EngineConfig
 from hf_cb.core import Request, SamplingParams, StepBatch
 from hf_cb.engine.engine import Engine
 from hf_cb.models.groups import LayerGroup
+from hf_cb.sizes import ResolvedConfig, Surroundings, resolve
 
 VOCAB = 1000
 
@@ -17,6 +18,7 @@ VOCAB = 1000
 class FakeRunner:
     groups = [LayerGroup(layers=(0,), storages=(0,))]
     device = torch.device("cpu")
+    shares_prefixes = True
 
     def __init__(self) -> None:
         self.batches: list[StepBatch] = []

@@ -1,0 +1,189 @@
+"""Recurrent layers beside attention (state spaces, gated delta nets, short convolutions), request by request.
+
+Such a layer folds all tokens before into a state, so it cannot run over a step's concatenated tokens. Its module's
+forward is driven instead: the tokens of each prompt chunk alone, with that request's own cache, and all decoding
+requests as one batch, whose joined cache lasts as long as the same requests decode. The cache holds states only, since
+keys and values are paged.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from hf_cb.attention.interception import Drive
+from hf_cb.attention.masks import MaskMark
+from hf_cb.core import Request, StepBatch
+from hf_cb.models import lanes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")  # transformers' names over the versions
+
+
+def find_recurrent(model: PreTrainedModel, attending: set[int]) -> list[nn.Module]:
+    """The innermost modules that ask for a cache and do not attend; `attending` has the ids of those that do."""
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> bool:
+        inside = [visit(child) for child in module.children()]
+        if id(module) in attending or any(inside):
+            return True
+        if not cache_argument(module.__class__):
+            return False
+        found.append(module)
+        return True
+
+    visit(model)
+    return list(dict.fromkeys(found))
+
+
+@functools.cache
+def _arguments(cls: Any) -> list[str]:
+    return list(inspect.signature(cls.forward).parameters)[1:]
+
+
+def name_arguments(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a module's forward, all by name."""
+    return dict(zip(_arguments(cls), args, strict=False)) | kwargs
+
+
+@functools.cache
+def cache_argument(cls: type) -> str:
+    """The name under which the forward of a module class takes a cache, or an empty one."""
+    return next((name for name in _CACHE_ARGUMENTS if name in _arguments(cls)), "")
+
+
+@dataclass
+class Piece:
+    """Tokens that a recurrent module computes in one call: rows of a batch with one token each (`rows`, their places
+    in the step), or one request's consecutive tokens [begin, end)."""
+
+    cache: Cache
+    rows: Tensor | None
+    begin: int = 0
+    end: int = 0
+    is_first: bool = False  # a prompt's beginning: there is no state yet
+
+    def tokens(self) -> list[Piece]:
+        """This piece token by token."""
+        return [replace(self, begin=i, end=i + 1) for i in range(self.begin, self.end)]
+
+    def cut(self, value: Any, num_tokens: int) -> Any:
+        """This piece's share of an argument `[1, T, ...]`; anything else is the same for all tokens."""
+        if isinstance(value, MaskMark):
+            return None  # nothing is padded
+        if isinstance(value, tuple):
+            return tuple(self.cut(v, num_tokens) for v in value)
+        if not isinstance(value, Tensor) or value.shape[:2] != (1, num_tokens):
+            return value
+        return value[:, self.begin : self.end] if self.rows is None else value[0, self.rows].unsqueeze(1)
+
+    def put(self, whole: Tensor, part: Tensor) -> None:
+        """The result of this piece, to its place in the result `[1, T, ...]` of the step."""
+        if self.rows is None:
+            whole[:, self.begin : self.end] = part
+        else:
+            whole[0, self.rows] = part[:, 0]
+
+
+class RecurrentStates:
+    """The states of all live requests, and the modules that use them."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        make_cache: Callable[[], Cache],
+        restarting: Collection[type[nn.Module]] = (),
+    ) -> None:
+        self.modules = list(modules)
+        self.classes = {type(module) for module in modules}
+        self._make_cache = make_cache
+        self._restarting = restarting  # classes that would forget their state, given several tokens
+        self._own: dict[Request, Cache] = {}
+        # those whose states are rows of one batch; what `_own` has for them is stale
+        self._joined: Cache | None = None
+        self._rows: list[Request | None] = []
+
+    def forget(self, request: Request) -> None:
+        if self._own.pop(request, None) is not None:
+            self._rows = [None if r is request else r for r in self._rows]
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def drives(self, batch: StepBatch) -> dict[int, Drive]:
+        """What runs in place of the modules' forward in this step."""
+        pieces = self._pieces(batch)
+        singly = [s for p in pieces for s in ([p] if p.is_first or p.rows is not None else p.tokens())]
+        return {
+            id(module): functools.partial(
+                drive_pieces, type(module), singly if type(module) in self._restarting else pieces
+            )
+            for module in self.modules
+        }
+
+    def _pieces(self, batch: StepBatch) -> list[Piece]:
+        decoding: list[Request] = []
+        places: list[int] = []
+        others: list[tuple[Request, int, int, bool]] = []
+        begin = 0
+        for request, count, length in zip(batch.requests, batch.query_lens_list, batch.seq_lens_list, strict=True):
+            if count == length:  # from the start
+                self.forget(request)
+                self._own[request] = self._make_cache()
+            if count == 1 and length > 1:
+                decoding.append(request)
+                places.append(begin)
+            else:
+                others.append((request, begin, begin + count, count == length))
+            begin += count
+        pieces = []
+        if decoding:
+            rows = torch.tensor(places, device=batch.input_ids.device)
+            pieces.append(Piece(self._as_rows(decoding), rows))
+        if any(request in self._rows for request, *_ in others):
+            self._take_apart()
+        return pieces + [Piece(self._own[r], None, begin, end, first) for r, begin, end, first in others]
+
+    def _as_rows(self, requests: list[Request]) -> Cache:
+        if self._joined is None or requests != self._rows:
+            self._take_apart()
+            self._joined, self._rows = lanes.join([self._own[r] for r in requests]), list(requests)
+        return self._joined
+
+    def _take_apart(self) -> None:
+        for row, request in enumerate(self._rows):
+            if request is not None:
+                self._own[request] = lanes.take(self._joined, row)
+        self._joined, self._rows = None, []
+
+
+def drive_pieces(
+    cls: type,
+    pieces: Sequence[Piece],
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Stands in for a module's forward: computes piece by piece, and puts the results `[1, T, ...]` together."""
+    given = name_arguments(cls, args, kwargs)
+    num_tokens = next(value for value in given.values() if isinstance(value, Tensor)).shape[1]
+    whole: Tensor | None = None
+    for piece in pieces:
+        share = {name: piece.cut(value, num_tokens) for name, value in given.items()}
+        out = forward(**share | {cache_argument(cls): piece.cache})
+        part = out if isinstance(out, Tensor) else out[0]
+        if whole is None:
+            whole = part.new_empty(1, num_tokens, *part.shape[2:])
+        piece.put(whole, part)
+    # what some return besides is their state, which nobody uses
+    return whole if isinstance(out, Tensor) else (whole, *[None] * (len(out) - 1))

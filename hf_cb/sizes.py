@@ -1,0 +1,114 @@
+"""Every "auto" of the options becomes a value, once, with its reason: `ResolvedConfig` is what the engine runs on."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_cb.config import EngineConfig, parse_bytes
+from hf_cb.errors import OptionError
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """An EngineConfig with nothing left open. `reasons` says for every "auto" why it became what it is."""
+
+    block_size: int
+    num_blocks: int
+    max_batch_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    prefill_chunk: int
+    prefix_caching: bool
+    trace_steps: int
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def without_prefix_caching(self) -> ResolvedConfig:
+        """For a path on which requests share nothing."""
+        return dataclasses.replace(self, prefix_caching=False)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the "auto" values depend on. `block_bytes` maps a block size to the bytes of one KV block."""
+
+    model_len: int
+    free_bytes: int
+    device_type: str
+    block_bytes: Any
+    num_groups: int = 1
+    state_bytes: int = 0  # of one request's recurrent state, beside its blocks
+    need_tokens: int | None = None  # KV tokens that all requests together can use, if they are known
+    need_seqs: int | None = None
+
+
+CPU_KV_CAP = 4 * 2**30  # a library in somebody's notebook does not fill the machine; kv_budget asks for more
+
+
+def resolve(config: EngineConfig, around: Surroundings) -> ResolvedConfig:
+    """Replaces every None by a value, once.
+
+    Raises:
+        OptionError: the memory does not hold one block.
+    """
+    why: dict[str, str] = {}
+
+    def auto(name: str, value: Any, reason: str) -> Any:
+        given = getattr(config, name)
+        if given is not None:
+            why[name] = "given"
+            return given
+        why[name] = reason
+        return value
+
+    on_cpu = around.device_type == "cpu"
+    block_size = auto("block_size", 32, "32 tokens: little waste at the end, long enough rows to gather")
+    max_model_len = auto("max_model_len", around.model_len, "the model's positions")
+    fraction = config.max_memory_fraction
+    fraction = (0.3 if on_cpu else 0.85) if fraction is None else fraction
+    room = int(around.free_bytes * fraction)
+    if on_cpu and config.max_memory_fraction is None:
+        room = min(room, CPU_KV_CAP)
+    usual_seqs, why_seqs = 64 if on_cpu else 256, f"usual on {around.device_type}"
+    states = 2 * around.state_bytes  # a request's own, and its row in the batch of those that decode
+    if usual_seqs * states > room // 2:
+        usual_seqs = max(1, room // 2 // states)
+        why_seqs = f"half of {room / 2**30:.2f} GiB holds that many states of {around.state_bytes} bytes, twice"
+    max_num_seqs = auto("max_num_seqs", usual_seqs, why_seqs)
+    max_batch_tokens = auto("max_batch_tokens", 512 if on_cpu else 8192, f"usual on {around.device_type}")
+    prefill_chunk = auto("prefill_chunk", max_batch_tokens, "a prompt may use the whole step")
+    seqs = max_num_seqs if around.need_seqs is None else min(max_num_seqs, around.need_seqs)
+    # a block of slack for each request, since the last one is rarely full, and for a copy on write
+    need_tokens = seqs * max_model_len if around.need_tokens is None else around.need_tokens
+    need = around.num_groups * (-(-need_tokens // block_size) + 2 * (around.need_seqs or seqs))
+    per_block = around.block_bytes(block_size)
+    if config.num_blocks is not None:
+        num_blocks, why["num_blocks"] = config.num_blocks, "given"
+    elif config.kv_budget is not None:
+        num_blocks = parse_bytes(config.kv_budget) // per_block
+        why["num_blocks"] = f"kv_budget={config.kv_budget} bytes at {per_block} bytes a block"
+    else:
+        room = max(0, room - seqs * states)
+        num_blocks = min(need, room // per_block)
+        why["num_blocks"] = (
+            f"{fraction:.0%} of {around.free_bytes / 2**30:.1f} GiB free, at most {room / 2**30:.2f} GiB, "
+            f"{per_block} bytes a block; all requests together need at most {need}"
+        )
+    if num_blocks < around.num_groups:
+        raise OptionError(
+            f"The KV cache would have {num_blocks} blocks and needs at least {around.num_groups} (one for each layer "
+            f"group; a block of {block_size} tokens takes {per_block} bytes): raise kv_budget or num_blocks, or free "
+            f"memory."
+        )
+    return ResolvedConfig(
+        block_size=block_size,
+        num_blocks=int(num_blocks),
+        max_batch_tokens=max_batch_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        prefill_chunk=min(prefill_chunk, max_batch_tokens),
+        prefix_caching=config.prefix_caching,
+        trace_steps=config.trace_steps,
+        reasons=why,
+    )
