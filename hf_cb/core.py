@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -119,10 +119,11 @@ class Request:
     status: Status = Status.WAITING
     num_computed: int = 0
     in_flight: int = 0  # tokens of a step that is launched and not yet committed
-    # by the KV cache: a block table for each layer group, hashes of full blocks, the age of the weights
+    # by the KV cache: block tables by layer group, hashes of full blocks, what keys depend on (`Runner.key_regime`)
     tables: list[list[int]] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     epoch: int = 0
+    regime: Hashable = None
     # by the engine
     token_ids: list[int] = field(init=False)
     logprobs: list[float] = field(default_factory=list)

@@ -190,7 +190,7 @@ def test_the_real_model_is_paged() -> None:
 
 def test_dynamic_rotary_scaling_is_refused_by_name() -> None:
     model = make_model("Phi3")
-    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    with pytest.raises(UnsupportedModelError, match="Phi3ForCausalLM uses 'dynamic' rotary scaling"):
+    model.config.rope_parameters = {"rope_type": "spiral", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(UnsupportedModelError, match="Phi3ForCausalLM uses 'spiral' rotary scaling"):
         model.generate_batch(make_prompts([3]), greedy(2))
     assert hf_cb.explain(model).path == "refused"

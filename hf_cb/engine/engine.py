@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -45,6 +46,10 @@ class Runner(Protocol):
 
     def weights_key(self) -> object:
         """Changes when cached keys and values are no longer those of the weights."""
+        ...
+
+    def key_regime(self, request: Request) -> Hashable:
+        """Requests of different regimes share no keys; when a request's moves, its keys are computed again."""
         ...
 
     def forget(self, request: Request) -> None:
@@ -96,6 +101,7 @@ class Engine:
             PromptError: it can never fit, with the numbers.
         """
         request.params = replace(request.params, max_new_tokens=fit(request, self.config, self.kv))
+        request.regime = self.runner.key_regime(request)
         if request.deadline is not None or request.params.max_time is not None:
             self._timed.add(request)
         self.scheduler.add(request)
@@ -207,6 +213,8 @@ class Engine:
         self.kv.publish(request, since)
         if reason is not None:
             self._finish(request, reason)
+        elif (regime := self.runner.key_regime(request)) != request.regime:
+            self.kv.restart(request, regime)
         return Update(request, new_ids)
 
     def _append(self, request: Request, found: Sampled, now: float) -> FinishReason | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from hf_cb.core import NULL_BLOCK, Request
@@ -173,6 +173,13 @@ class KVCache:
             self.pool.release(block for block in reversed(table) if block != NULL_BLOCK)
         request.tables = []
 
+    def restart(self, request: Request, regime: Hashable) -> None:
+        """Its keys are of another regime from now on: what it has goes back."""
+        self.free(request)
+        request.num_computed = 0
+        request.block_hashes.clear()
+        request.regime = regime
+
     def _leave_window(self, request: Request) -> None:
         for group, table in zip(self.groups, request.tables, strict=True):
             if group.window is None and group.chunk is None:
@@ -189,10 +196,10 @@ class KVCache:
         return request.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
     def _hash(self, request: Request, num_blocks: int) -> None:
-        """Chained hashes of the request's first `num_blocks` blocks; the chain starts with the epoch of the weights."""
+        """Chained hashes of the request's first `num_blocks` blocks; the chain starts with what all keys depend on."""
         hashes = request.block_hashes
         while len(hashes) < num_blocks:
-            before = hashes[-1] if hashes else b"%d" % request.epoch
+            before = hashes[-1] if hashes else repr((request.epoch, request.regime)).encode()
             hashes.append(hash_block(before, self._tokens(request, len(hashes))))
 
 

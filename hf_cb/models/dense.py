@@ -8,6 +8,7 @@ layers often take a whole prompt or a single token, and nothing in between.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from hf_cb.core import Request, StepBatch
 from hf_cb.models.groups import LayerGroup
+from hf_cb.models.rope import reset, rotary_by_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,6 +40,7 @@ class DenseModel:
         self.groups = [LayerGroup(layers=(), storages=())]
         self.recompute = recompute
         self._states: dict[Request, _State] = {}
+        self._rotary = rotary_by_length(model)
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
     shares_prefixes = False
@@ -48,6 +51,9 @@ class DenseModel:
 
     def weights_key(self) -> object:
         return None  # nothing is shared between requests
+
+    def key_regime(self, request: Request) -> Hashable:
+        return None
 
     def forget(self, request: Request) -> None:
         self._states.pop(request, None)
@@ -65,6 +71,8 @@ class DenseModel:
 
     def _advance(self, request: Request, token_ids: list[int]) -> Tensor:
         """The logits `[1, V]` after these tokens."""
+        for module in self._rotary:
+            reset(module)  # it keeps what the longest sequence so far has asked for
         ids = torch.tensor([token_ids], device=self.device)
         state = self._states.pop(request, None)
         if state is None or state.length != len(token_ids) - 1 or self.recompute:

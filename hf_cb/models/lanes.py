@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, cat
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
+from transformers import cache_utils
 
-_HOLDERS = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, DummyLayer)
+# what has tensors inside; the last one is not in every version
+_NAMES = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "DummyLayer")
+_HOLDERS = tuple(getattr(cache_utils, name) for name in _NAMES if hasattr(cache_utils, name))
 
 
 def join(parts: Sequence[Any]) -> Any:

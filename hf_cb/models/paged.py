@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from hf_cb.core import Request, StepBatch
 from hf_cb.errors import UnsupportedModelError
 from hf_cb.models.groups import LayerGroup, storage_layers
 from hf_cb.models.recurrent import RecurrentStates
+from hf_cb.models.rope import LengthDependentRope
 from hf_cb.models.trace import Trace
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class PagedModel:
         self._picks_rows = model._supports_logits_to_keep()
         found = trace.recurrent
         self.states = RecurrentStates(found.modules, found.make_cache, found.restarting) if found else None
+        rope = LengthDependentRope(model)
+        self.rope = rope if rope.modules else None
 
     @property
     def device(self) -> torch.device:
@@ -71,6 +74,9 @@ class PagedModel:
         """Whether a request can go on from another's keys and values: not where it also needs that one's states."""
         return self.states is None
 
+    def key_regime(self, request: Request) -> Hashable:
+        return self.rope.regime(request) if self.rope is not None else None
+
     def forget(self, request: Request) -> None:
         if self.states is not None:
             self.states.forget(request)
@@ -80,9 +86,10 @@ class PagedModel:
         """The logits `[S, V]` of the batch's `logits_rows`; keys and values go to the cache on the way."""
         self._prepare_blocks(batch)
         wanted = {"logits_to_keep": batch.logits_rows} if self._picks_rows else {}
-        drives = self.states.drives(batch) if self.states is not None else {}
+        drivers = [driver for driver in (self.states, self.rope) if driver is not None]
+        drives = {module: drive for driver in drivers for module, drive in driver.drives(batch).items()}
         step = _PagedStep(self, batch, drives)
-        with stepping(step, self.states.classes if self.states is not None else ()):
+        with stepping(step, {cls for driver in drivers for cls in driver.classes}):
             out = self.model(
                 input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, **wanted
             )

@@ -41,11 +41,13 @@ class ModelPlan:
 
 
 def model_length(model: PreTrainedModel) -> int:
-    """Tokens of one sequence that the model has positions for."""
+    """Tokens of one sequence that the model has positions for; dynamic rotary scaling is there to go beyond."""
     config = model.config.get_text_config()
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     given = (getattr(config, name, None) for name in names)
-    return next((v for v in given if isinstance(v, int) and v > 0), UNKNOWN_LENGTH)
+    length = next((v for v in given if isinstance(v, int) and v > 0), UNKNOWN_LENGTH)
+    rope = getattr(config, "rope_parameters", None) or {}
+    return int(length * rope.get("factor", 1)) if rope.get("rope_type") == "dynamic" else length
 
 
 def plan_paged(model: PreTrainedModel, options: EngineConfig, need: Need | None = None) -> ModelPlan:

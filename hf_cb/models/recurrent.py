@@ -9,7 +9,6 @@ keys and values are paged.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -22,11 +21,10 @@ from hf_cb.attention.interception import Drive
 from hf_cb.attention.masks import MaskMark
 from hf_cb.core import Request, StepBatch
 from hf_cb.models import lanes
+from hf_cb.models.driving import cache_argument, check_drivable, name_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")  # transformers' names over the versions
 
 
 def find_recurrent(model: PreTrainedModel, attending: set[int]) -> list[nn.Module]:
@@ -44,22 +42,6 @@ def find_recurrent(model: PreTrainedModel, attending: set[int]) -> list[nn.Modul
 
     visit(model)
     return list(dict.fromkeys(found))
-
-
-@functools.cache
-def _arguments(cls: Any) -> list[str]:
-    return list(inspect.signature(cls.forward).parameters)[1:]
-
-
-def name_arguments(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of a module's forward, all by name."""
-    return dict(zip(_arguments(cls), args, strict=False)) | kwargs
-
-
-@functools.cache
-def cache_argument(cls: type) -> str:
-    """The name under which the forward of a module class takes a cache, or an empty one."""
-    return next((name for name in _CACHE_ARGUMENTS if name in _arguments(cls)), "")
 
 
 @dataclass
@@ -106,6 +88,8 @@ class RecurrentStates:
     ) -> None:
         self.modules = list(modules)
         self.classes = {type(module) for module in modules}
+        for module in modules:
+            check_drivable(module)
         self._make_cache = make_cache
         self._restarting = restarting  # classes that would forget their state, given several tokens
         self._own: dict[Request, Cache] = {}

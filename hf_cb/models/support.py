@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hf_cb.errors import UnsupportedModelError
+from hf_cb.models.rope import BY_LENGTH, STATIC
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
+ROPE_TYPES = STATIC | BY_LENGTH
 
 
 def check_supported(model: PreTrainedModel) -> None:
@@ -22,8 +23,8 @@ def check_supported(model: PreTrainedModel) -> None:
     for rope_type in _rope_types(config):
         if rope_type not in ROPE_TYPES:
             raise UnsupportedModelError(
-                f"{name} uses {rope_type!r} rotary scaling, which depends on the length of the whole batch and is not "
-                f"supported yet; supported: {', '.join(sorted(ROPE_TYPES))}."
+                f"{name} uses {rope_type!r} rotary scaling, which may depend on the length of the whole batch and is "
+                f"not known here; known: {', '.join(sorted(ROPE_TYPES))}."
             )
 
 

@@ -17,7 +17,8 @@ from hf_cb.core import LayerFacts
 from hf_cb.errors import UnsupportedModelError
 from hf_cb.kernels.reference.paged_attention import chunk_attention
 from hf_cb.models import lanes
-from hf_cb.models.recurrent import Piece, cache_argument, drive_pieces, find_recurrent, name_arguments
+from hf_cb.models.driving import cache_argument, name_arguments
+from hf_cb.models.recurrent import Piece, drive_pieces, find_recurrent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 MAX_PARAMETERS = 30_000_000  # a config that does not shrink below this has sizes that we do not know
 WINDOW = 8
 VOCAB = 128
+ORIGINAL_LENGTH = 24  # of a sequence, before rotary scaling
 
 # attribute -> its size in the twin, where the config has it and it is larger
 _SIZES = {
@@ -79,10 +80,28 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
         value = getattr(text, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > size:
             setattr(text, name, size)
+    _shrink_rope(text)
     for name in _SPECIAL_TOKENS:
         if getattr(text, name, None) is not None:
             setattr(text, name, 2)
     return config
+
+
+def _shrink_rope(text: Any) -> None:
+    """Lengths at which the frequencies change come within reach of a few tokens."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    for parameters in [rope, *(p for p in rope.values() if isinstance(p, dict))]:
+        if parameters.get("rope_type") == "dynamic":
+            text.max_position_embeddings = ORIGINAL_LENGTH
+        if "original_max_position_embeddings" in parameters:
+            parameters["original_max_position_embeddings"] = ORIGINAL_LENGTH
+        half = int(head_dim * parameters.get("partial_rotary_factor", 1)) // 2
+        for name in ("short_factor", "long_factor"):
+            if name in parameters:
+                parameters[name] = parameters[name][:half]
+    if hasattr(text, "original_max_position_embeddings"):
+        text.original_max_position_embeddings = ORIGINAL_LENGTH
 
 
 def _few_layers(kinds: list[str]) -> list[str]:

@@ -32,6 +32,9 @@ class FakeRunner:
     def weights_key(self) -> object:
         return self.key
 
+    def key_regime(self, request: Request) -> object:
+        return None
+
     def forget(self, request: Request) -> None:
         pass
 

@@ -89,8 +89,8 @@ def test_a_failing_accelerate_changes_nothing(llama) -> None:
     before = fingerprint()
     with pytest.raises(hf_cb.OptionError):
         hf_cb.accelerate(llama, unheard_of=1)
-    llama.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM.*'dynamic' rotary"):
+    llama.config.rope_parameters = {"rope_type": "spiral", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM.*'spiral' rotary"):
         hf_cb.accelerate(llama)
     with pytest.raises(hf_cb.OptionError, match="modules.*accelerate"):
         hf_cb.patch(modules="fused")
