@@ -60,7 +60,7 @@ def test_answers_under_traffic(name: str) -> None:
         results = [h.result(timeout=60) for h in handles]
         cancelled.result(timeout=60)
     assert [r.generated_tokens for r in results] == want
-    assert len(manager.engine.runner.states) == 0
+    assert len(manager.engine.runner.states.lanes) == 0
     manager.engine.check_idle()
 
 

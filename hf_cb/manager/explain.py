@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Explanation:
-    """Printed, it is a few lines of text; `path` is "paged", "dense", "recompute" or "refused"."""
+    """Printed, it is a few lines of text; `path` is one of `paths.PATHS` or "refused"."""
 
     model: str
     path: str

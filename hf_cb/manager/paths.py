@@ -14,7 +14,8 @@ from hf_cb.models.plan import ModelPlan, Need, plan_dense, plan_paged
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PATHS = ("paged", "dense", "recompute")
+# dense: a cache for each request, decoding as one padded batch; single: every request by itself; recompute: no cache
+PATHS = ("paged", "dense", "single", "recompute")
 
 
 def plan_path(path: str, model: PreTrainedModel, options: EngineConfig, need: Need | None = None) -> ModelPlan:
@@ -25,8 +26,9 @@ def plan_path(path: str, model: PreTrainedModel, options: EngineConfig, need: Ne
 def build_path(path: str, model: PreTrainedModel, plan: ModelPlan, policy: Policy | None = None) -> Engine:
     """An engine with its KV cache allocated."""
     if path != "paged":
-        return Engine(DenseModel(model, recompute=path == "recompute"), plan.config, policy)
+        runner = DenseModel(model, batched=path == "dense", recompute=path == "recompute")
+        return Engine(runner, plan.config, policy)
     assert plan.backend is not None
     config = plan.config
-    runner = PagedModel(model, plan.trace, plan.groups, plan.backend, config.num_blocks, config.block_size)
-    return Engine(runner, config, policy)
+    paged = PagedModel(model, plan.trace, plan.groups, plan.backend, config.num_blocks, config.block_size)
+    return Engine(paged, config, policy)

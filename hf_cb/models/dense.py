@@ -1,15 +1,15 @@
-"""The fallback: every request has the cache that `generate` would give it, and the model's own forward, alone.
+"""The fallback: every request has the cache that `generate` would give it, and the model's own forward.
 
-Right for any model that `generate` is right for, as it takes `generate`'s own steps; slow, since nothing is batched. KV
-blocks count tokens here and hold nothing. A prompt is computed whole, in the step that wants its first token: recurrent
-layers often take a whole prompt or a single token, and nothing in between.
+Right for any model that `generate` is right for, as it takes `generate`'s own steps. A prompt is computed alone and
+whole, in the step that wants its first token: recurrent layers often take a whole prompt or a single token, and nothing
+in between. Then all requests that decode are one batch, padded on the left, where the model can do that. KV blocks
+count tokens here and hold nothing.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,37 +17,39 @@ from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 
 from hf_cb.core import Request, StepBatch
+from hf_cb.models.device import device_of, turn
 from hf_cb.models.groups import LayerGroup
+from hf_cb.models.lanes import Lanes
 from hf_cb.models.rope import reset, rotary_by_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass
-class _State:
-    """A request's arguments for the model's next forward, its cache among them, and how many tokens that has seen."""
-
-    kwargs: dict[str, Any]
-    length: int
-
-
 class DenseModel:
-    """A runner like PagedModel. `recompute`: keep no cache, and compute the whole sequence for every token."""
+    """A runner like PagedModel.
 
-    def __init__(self, model: PreTrainedModel, recompute: bool = False) -> None:
-        self.model = model
-        self.groups = [LayerGroup(layers=(), storages=())]
-        self.recompute = recompute
-        self._states: dict[Request, _State] = {}
-        self._rotary = rotary_by_length(model)
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    Args:
+        batched: decode all requests in one padded forward.
+        recompute: keep no cache, and compute the whole sequence for every token.
+    """
 
     shares_prefixes = False
 
+    def __init__(self, model: PreTrainedModel, batched: bool = False, recompute: bool = False) -> None:
+        self.model = model
+        self.groups = [LayerGroup(layers=(), storages=())]
+        self.recompute = recompute
+        # of each request the arguments of the model's next forward, its cache among them
+        self.lanes = Lanes()
+        self._turn = turn(model)
+        self._rotary = rotary_by_length(model)
+        self.batched = batched and not recompute and not self._rotary  # those would see the longest of the batch
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        return device_of(self.model)
 
     def weights_key(self) -> object:
         return None  # nothing is shared between requests
@@ -56,40 +58,71 @@ class DenseModel:
         return None
 
     def forget(self, request: Request) -> None:
-        self._states.pop(request, None)
+        self.lanes.forget(request)
 
     @torch.no_grad()
     def forward(self, batch: StepBatch) -> Tensor:
-        """The logits `[S, V]` of the rows that are wanted, request by request."""
+        """The logits `[S, V]` of the rows that are wanted."""
         ends, sampled = batch.cu_seqlens_q[1:].tolist(), set(batch.logits_rows.tolist())
-        rows = [
-            self._advance(request, request.token_ids[:length])
+        wanted = {
+            request: length
             for request, end, length in zip(batch.requests, ends, batch.seq_lens_list, strict=True)
             if end - 1 in sampled
-        ]
-        return torch.cat(rows) if rows else torch.empty(0, 0, device=self.device)
+        }
+        if not wanted:
+            return torch.empty(0, 0, device=self.device)
+        decoding = [r for r, length in wanted.items() if self.lanes.length(r) == length - 1 and not self.recompute]
+        rows: dict[Request, Tensor] = {}
+        with self._turn:
+            if self.batched and len(decoding) > 1:
+                rows |= zip(decoding, self._decode_together(decoding).split(1), strict=True)
+            for request, length in wanted.items():
+                if request not in rows:
+                    ids = torch.tensor([request.token_ids[:length]], device=self.device)
+                    rows[request] = self._decode(request, ids) if request in decoding else self._begin(request, ids)
+        return torch.cat([rows[request] for request in wanted])
 
-    def _advance(self, request: Request, token_ids: list[int]) -> Tensor:
-        """The logits `[1, V]` after these tokens."""
-        for module in self._rotary:
-            reset(module)  # it keeps what the longest sequence so far has asked for
-        ids = torch.tensor([token_ids], device=self.device)
-        state = self._states.pop(request, None)
-        if state is None or state.length != len(token_ids) - 1 or self.recompute:
-            state = _State(self._start(ids), 0)
-            out = self.model._prefill(ids, self._config(), state.kwargs, is_first_iteration=True)
-        else:
-            step = 1 if state.kwargs["use_cache"] else None
-            inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=step, **state.kwargs)
-            out = self.model(**inputs, return_dict=True)
-        kwargs = self.model._update_model_kwargs_for_generation(out, state.kwargs, is_encoder_decoder=False)
-        self._states[request] = _State(kwargs, len(token_ids))
+    def _begin(self, request: Request, ids: Tensor) -> Tensor:
+        """The logits `[1, V]` after a whole sequence `[1, n]`."""
+        kwargs = self._prepare(ids)
+        self._reset_rope()
+        out = self.model._prefill(ids, self._config(), kwargs, is_first_iteration=True)
+        self.lanes.put(request, self._next(out, kwargs), ids.shape[1])
         return out.logits[:, -1]
+
+    def _decode(self, request: Request, ids: Tensor) -> Tensor:
+        """The logits `[1, V]` after a sequence `[1, n]` of which all but the last token is in the cache."""
+        kwargs = self.lanes.one(request)
+        out = self._forward(ids, kwargs)
+        self.lanes.put(request, self._next(out, kwargs), ids.shape[1])
+        return out.logits[:, -1]
+
+    def _decode_together(self, requests: list[Request]) -> Tensor:
+        """The logits `[N, V]` of these requests, which have one new token each."""
+        kwargs = self.lanes.together(requests)
+        longest = max(len(r.token_ids) for r in requests)
+        ids = torch.tensor([[0] * (longest - len(r.token_ids)) + r.token_ids for r in requests], device=self.device)
+        out = self._forward(ids, kwargs)
+        self.lanes.put_together(self._next(out, kwargs), tokens=1)
+        return out.logits[:, -1]
+
+    def _forward(self, ids: Tensor, kwargs: dict[str, Any]) -> Any:
+        self._reset_rope()
+        step = 1 if kwargs["use_cache"] else None
+        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=step, **kwargs)
+        return self.model(**inputs, return_dict=True)
+
+    def _next(self, out: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return self.model._update_model_kwargs_for_generation(out, kwargs, is_encoder_decoder=False)
+
+    def _reset_rope(self) -> None:
+        for module in self._rotary:  # it keeps what the longest sequence so far has asked for
+            reset(module)
 
     def _config(self) -> Any:
         return self.model._prepare_generation_config(None)[0]
 
-    def _start(self, ids: Tensor) -> dict[str, Any]:
+    def _prepare(self, ids: Tensor) -> dict[str, Any]:
         """What `generate` prepares before its first forward."""
         config, model = self._config(), self.model
         kwargs: dict[str, Any] = {"attention_mask": torch.ones_like(ids)}

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from hf_cb.core import SamplingParams, StopCheck
 from hf_cb.errors import OptionError, PromptError
+from hf_cb.models.device import device_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -133,7 +134,7 @@ class Recipe:
         return int(torch.randint(2**63 - 1, ()))  # so that set_seed() before a call repeats it
 
     def _processors(self, config: GenerationConfig, prompt_ids: Sequence[int]) -> LogitsProcessorList | None:
-        device = self.model.device
+        device = device_of(self.model)
         options = {k: self.extras.get(k) for k in ("prefix_allowed_tokens_fn", "logits_processor")}
         options |= {k: self.extras.get(k) for k in ("negative_prompt_ids", "negative_prompt_attention_mask")}
         self.model._prepare_special_tokens(config, True, device=device, batch_size=1)
@@ -153,7 +154,7 @@ class Recipe:
         config._eos_token_tensor = None
         custom = StoppingCriteriaList(self.extras.get("stopping_criteria") or [])
         criteria = self.model._get_stopping_criteria(config, custom, tokenizer=self.tokenizer)
-        return tuple(_as_stop_check(c, self.model.device) for c in criteria)
+        return tuple(_as_stop_check(c, device_of(self.model)) for c in criteria)
 
 
 def make_recipe(

@@ -1,6 +1,7 @@
 """Caches of several requests as one cache with a batch row for each, and back.
 
-Works on whatever transformers keeps in its caches: every tensor has the batch in front.
+Works on whatever transformers keeps in its caches: tensors have the batch in front, and those that grow with the
+sequence are padded on the left.
 """
 
 from __future__ import annotations
@@ -9,49 +10,137 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, cat
+import torch
+from torch import Tensor
 from transformers import cache_utils
+
+from hf_cb.core import Request
 
 # what has tensors inside; the last one is not in every version
 _NAMES = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "DummyLayer")
 _HOLDERS = tuple(getattr(cache_utils, name) for name in _NAMES if hasattr(cache_utils, name))
+# the dimension of a tensor, by its name, that grows with the sequence
+_GROWING = {"keys": -2, "values": -2, "indexer_keys": 1, "attention_mask": -1, "position_ids": -1}
+_LENGTH = "cumulative_length"  # the name of a number that does
 
 
-def join(parts: Sequence[Any]) -> Any:
+class Lanes:
+    """The caches of live requests. Those that ran as one batch stay one batch until others are to run."""
+
+    def __init__(self) -> None:
+        self._own: dict[Request, Any] = {}  # stale for a request that is a row of `_joined`
+        self._lengths: dict[Request, int] = {}
+        self._rows: list[Request | None] = []  # None: has been forgotten
+        self._joined: Any = None
+        self._longest = 0  # tokens of the longest row, which may be forgotten
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def put(self, request: Request, cache: Any, length: int = 0) -> None:
+        """A request's cache; `length` is the number of tokens in it, if it has anything that grows with them."""
+        self.forget(request)
+        self._own[request], self._lengths[request] = cache, length
+
+    def forget(self, request: Request) -> None:
+        if self._own.pop(request, None) is not None:
+            del self._lengths[request]
+            self._rows = [None if r is request else r for r in self._rows]
+
+    def length(self, request: Request) -> int | None:
+        """How many tokens are in a request's cache; None: it has none."""
+        return self._lengths.get(request)
+
+    def one(self, request: Request) -> Any:
+        """A request's own cache."""
+        if request in self._rows:
+            self._take_apart()
+        return self._own[request]
+
+    def together(self, requests: list[Request]) -> Any:
+        """One cache with these requests as its rows."""
+        if requests != self._rows:
+            self._take_apart()
+            self._joined, self._rows = join([self._own[r] for r in requests]), list(requests)
+            self._longest = max(self._lengths[r] for r in requests)
+        return self._joined
+
+    def put_together(self, cache: Any, tokens: int) -> None:
+        """What came of the batch, after a step of so many tokens."""
+        self._joined = cache
+        self._longest += tokens
+        for request in self._rows:
+            if request is not None:
+                self._lengths[request] += tokens
+
+    def _take_apart(self) -> None:
+        for row, request in enumerate(self._rows):
+            if request is not None:
+                self._own[request] = take(self._joined, row, self._lengths[request], self._longest)
+        self._joined, self._rows = None, []
+
+
+def join(parts: Sequence[Any], name: str = "") -> Any:
     """A cache whose batch rows are those of `parts`, in order; the parts keep their own memory.
 
     Raises:
-        ValueError: the parts differ in something that is no tensor, such as a length.
+        ValueError, RuntimeError: the parts differ in something that cannot be padded.
     """
     first = parts[0]
     if isinstance(first, Tensor):
-        return cat(list(parts)) if first.dim() else first
+        return _join_tensors(parts, _GROWING.get(name)) if first.dim() else first
     if isinstance(first, dict):
-        return {key: join([part[key] for part in parts]) for key in first}
+        return {key: join([part[key] for part in parts], key) for key in first}
     if isinstance(first, (list, tuple)):
-        return type(first)(join(column) for column in zip(*parts, strict=True))
+        return type(first)(join(column, name) for column in zip(*parts, strict=True))
     if isinstance(first, _HOLDERS):
         whole = copy.copy(first)
         vars(whole).update(join([vars(part) for part in parts]))
         return whole
+    if name == _LENGTH:
+        return max(parts)
     if any(part is not first and part != first for part in parts[1:]):
-        raise ValueError(f"{parts!r} cannot be one batch")
+        raise ValueError(f"{name or type(first).__name__} differs: {parts!r} cannot be one batch")
     return first
 
 
-def take(whole: Any, row: int) -> Any:
-    """Batch row `row` of a joined cache, as a cache of its own that shares its memory."""
+def _join_tensors(parts: Sequence[Tensor], growing: int | None) -> Tensor:
+    if growing is None or not parts[0].numel():
+        return torch.cat(list(parts))
+    shape = list(parts[0].shape)
+    shape[0], shape[growing] = sum(p.shape[0] for p in parts), max(p.shape[growing] for p in parts)
+    whole = parts[0].new_zeros(shape)
+    row = 0
+    for part in parts:
+        size = part.shape[growing]
+        whole[row : row + part.shape[0]].narrow(growing, shape[growing] - size, size).copy_(part)
+        row += part.shape[0]
+    return whole
+
+
+def take(whole: Any, row: int, length: int = 0, longest: int = 0, name: str = "") -> Any:
+    """Batch row `row` of a joined cache, as a cache of its own that shares its memory.
+
+    It has `length` tokens and the longest row has `longest`: the padding in front of it is cut off.
+    """
     if isinstance(whole, Tensor):
-        return whole[row : row + 1] if whole.dim() else whole
+        if not whole.dim() or not whole.numel():
+            return whole
+        one = whole[row : row + 1]
+        if name not in _GROWING:
+            return one
+        size = one.shape[_GROWING[name]]
+        own = min(size, length + max(0, size - longest))  # a window keeps fewer, a mask is one ahead
+        return one.narrow(_GROWING[name], size - own, own)
     if isinstance(whole, dict):
-        return {key: take(value, row) for key, value in whole.items()}
+        return {key: take(value, row, length, longest, key) for key, value in whole.items()}
     if isinstance(whole, (list, tuple)):
-        return type(whole)(take(value, row) for value in whole)
+        return type(whole)(take(value, row, length, longest, name) for value in whole)
     if isinstance(whole, _HOLDERS):
         one = copy.copy(whole)
-        vars(one).update(take(vars(whole), row))
+        vars(one).update(take(vars(whole), row, length, longest))
         return one
-    return whole
+    return length if name == _LENGTH else whole
 
 
 def tensors(cache: Any) -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ from hf_cb.attention.backend import AttentionBackend
 from hf_cb.attention.interception import AttentionCall, Drive, stepping
 from hf_cb.core import Request, StepBatch
 from hf_cb.errors import UnsupportedModelError
+from hf_cb.models.device import device_of, turn
 from hf_cb.models.groups import LayerGroup, storage_layers
 from hf_cb.models.recurrent import RecurrentStates
 from hf_cb.models.rope import LengthDependentRope
@@ -49,6 +50,7 @@ class PagedModel:
             for layer, storage in zip(group.layers, group.storages, strict=True)
         }
         self._picks_rows = model._supports_logits_to_keep()
+        self._turn = turn(model)
         found = trace.recurrent
         self.states = RecurrentStates(found.modules, found.make_cache, found.restarting) if found else None
         rope = LengthDependentRope(model)
@@ -56,17 +58,14 @@ class PagedModel:
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        return device_of(self.model)
 
     def weights_key(self) -> object:
         """Moves when a parameter was written to or replaced (writes through `.data` leave no trace), a module was, or
         other adapters are active."""
         adapters = self.model.active_adapters() if getattr(self.model, "_hf_peft_config_loaded", False) else None
         return adapters, [
-            (p.data_ptr(), -1 if p.is_inference() else p._version)
-            for module in _modules(self.model)
-            for p in module._parameters.values()
-            if p is not None
+            _mark(p) for module in _modules(self.model) for p in module._parameters.values() if p is not None
         ]
 
     @property
@@ -89,7 +88,7 @@ class PagedModel:
         drivers = [driver for driver in (self.states, self.rope) if driver is not None]
         drives = {module: drive for driver in drivers for module, drive in driver.drives(batch).items()}
         step = _PagedStep(self, batch, drives)
-        with stepping(step, {cls for driver in drivers for cls in driver.classes}):
+        with self._turn, stepping(step, {cls for driver in drivers for cls in driver.classes}):
             out = self.model(
                 input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, **wanted
             )
@@ -121,6 +120,15 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
     for child in module._modules.values():
         if child is not None:
             yield from _modules(child)
+
+
+def _mark(tensor: Tensor) -> object:
+    """Moves when the tensor is written to, or another takes its place. A quantised weight may be a wrapper that owns no
+    memory: what is inside tells then."""
+    version = -1 if tensor.is_inference() else tensor._version
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.data_ptr(), version
+    return version, [_mark(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
 
 
 class _PagedStep:

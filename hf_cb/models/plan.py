@@ -10,6 +10,7 @@ import torch
 
 from hf_cb.attention.backend import AttentionBackend, choose_backend
 from hf_cb.config import EngineConfig
+from hf_cb.models.device import device_of
 from hf_cb.models.groups import LayerGroup, group_layers, storage_layers
 from hf_cb.models.trace import Trace, trace_layers
 from hf_cb.sizes import ResolvedConfig, Surroundings, resolve
@@ -87,8 +88,8 @@ def _surroundings(
 ) -> Surroundings:
     return Surroundings(
         model_len=model_length(model),
-        free_bytes=free_memory(model.device),
-        device_type=model.device.type,
+        free_bytes=free_memory(device_of(model)),
+        device_type=device_of(model).type,
         block_bytes=block_bytes,
         num_groups=num_groups,
         state_bytes=trace.recurrent.state_bytes if trace and trace.recurrent else 0,

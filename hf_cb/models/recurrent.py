@@ -20,8 +20,8 @@ from transformers.cache_utils import Cache
 from hf_cb.attention.interception import Drive
 from hf_cb.attention.masks import MaskMark
 from hf_cb.core import Request, StepBatch
-from hf_cb.models import lanes
 from hf_cb.models.driving import cache_argument, check_drivable, name_arguments
+from hf_cb.models.lanes import Lanes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,17 +92,10 @@ class RecurrentStates:
             check_drivable(module)
         self._make_cache = make_cache
         self._restarting = restarting  # classes that would forget their state, given several tokens
-        self._own: dict[Request, Cache] = {}
-        # those whose states are rows of one batch; what `_own` has for them is stale
-        self._joined: Cache | None = None
-        self._rows: list[Request | None] = []
+        self.lanes = Lanes()
 
     def forget(self, request: Request) -> None:
-        if self._own.pop(request, None) is not None:
-            self._rows = [None if r is request else r for r in self._rows]
-
-    def __len__(self) -> int:
-        return len(self._own)
+        self.lanes.forget(request)
 
     def drives(self, batch: StepBatch) -> dict[int, Drive]:
         """What runs in place of the modules' forward in this step."""
@@ -122,33 +115,18 @@ class RecurrentStates:
         begin = 0
         for request, count, length in zip(batch.requests, batch.query_lens_list, batch.seq_lens_list, strict=True):
             if count == length:  # from the start
-                self.forget(request)
-                self._own[request] = self._make_cache()
+                self.lanes.put(request, self._make_cache())
             if count == 1 and length > 1:
                 decoding.append(request)
                 places.append(begin)
             else:
                 others.append((request, begin, begin + count, count == length))
             begin += count
-        pieces = []
+        pieces = [Piece(self.lanes.one(r), None, begin, end, first) for r, begin, end, first in others]
         if decoding:
             rows = torch.tensor(places, device=batch.input_ids.device)
-            pieces.append(Piece(self._as_rows(decoding), rows))
-        if any(request in self._rows for request, *_ in others):
-            self._take_apart()
-        return pieces + [Piece(self._own[r], None, begin, end, first) for r, begin, end, first in others]
-
-    def _as_rows(self, requests: list[Request]) -> Cache:
-        if self._joined is None or requests != self._rows:
-            self._take_apart()
-            self._joined, self._rows = lanes.join([self._own[r] for r in requests]), list(requests)
-        return self._joined
-
-    def _take_apart(self) -> None:
-        for row, request in enumerate(self._rows):
-            if request is not None:
-                self._own[request] = lanes.take(self._joined, row)
-        self._joined, self._rows = None, []
+            pieces.append(Piece(self.lanes.together(decoding), rows))
+        return pieces
 
 
 def drive_pieces(

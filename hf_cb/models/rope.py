@@ -25,6 +25,7 @@ from transformers.cache_utils import DynamicCache
 from hf_cb.attention.interception import Drive
 from hf_cb.core import Request, StepBatch
 from hf_cb.errors import UnsupportedModelError
+from hf_cb.models.device import device_of
 from hf_cb.models.driving import cache_argument, check_drivable, name_arguments
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def _drops_cache(model: PreTrainedModel) -> bool:
     cache = _FullCache()
     cache.length = original
     name = cache_argument(model.__class__, "prepare_inputs_for_generation")
-    ids = torch.zeros(1, original + 1, dtype=torch.long, device=model.device)
+    ids = torch.zeros(1, original + 1, dtype=torch.long, device=device_of(model))
     inputs = model.prepare_inputs_for_generation(
         ids, attention_mask=torch.ones_like(ids), next_sequence_length=1, use_cache=True, **{name: cache}
     )

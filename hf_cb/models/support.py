@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hf_cb.errors import UnsupportedModelError
+from hf_cb.models.device import device_of
 from hf_cb.models.rope import BY_LENGTH, STATIC
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; hf_cb runs decoder-only models.")
     if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{name} has no language-model head; load it with AutoModelForCausalLM.")
+    if device_of(model).type == "meta":
+        raise UnsupportedModelError(f"{name} has shapes and no weights (device meta); load it with from_pretrained.")
     for rope_type in _rope_types(config):
         if rope_type not in ROPE_TYPES:
             raise UnsupportedModelError(

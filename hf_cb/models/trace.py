@@ -17,6 +17,7 @@ from hf_cb.core import LayerFacts
 from hf_cb.errors import UnsupportedModelError
 from hf_cb.kernels.reference.paged_attention import chunk_attention
 from hf_cb.models import lanes
+from hf_cb.models.device import device_of, turn
 from hf_cb.models.driving import cache_argument, name_arguments
 from hf_cb.models.recurrent import Piece, drive_pieces, find_recurrent
 
@@ -157,5 +158,6 @@ def _same(want: Any, got: Any) -> bool:
 
 
 def _run(model: PreTrainedModel, use_cache: bool) -> None:
-    ids = torch.arange(TOKENS, device=model.device)[None]
-    model(input_ids=ids, position_ids=ids, use_cache=use_cache)
+    ids = torch.arange(TOKENS, device=device_of(model))[None]
+    with turn(model):
+        model(input_ids=ids, position_ids=ids, use_cache=use_cache)

@@ -1,0 +1,35 @@
+"""Where a model computes, and whose turn it is."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_turns: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """The model's device, or the one that accelerate computes on: between uses, weights that it offloads are "meta"."""
+    if model.device.type != "meta":
+        return model.device
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    given = (getattr(hook, "execution_device", None) for hook in hooks)
+    return next((torch.device(device) for device in given if device is not None), model.device)
+
+
+def turn(model: PreTrainedModel) -> AbstractContextManager[Any]:
+    """To be held during a forward. Where accelerate loads a module's weights for each use, two forwards at a time would
+    take them away from each other; other models can do several."""
+    if not any(getattr(module, "_hf_hook", None) is not None for module in model.modules()):
+        return contextlib.nullcontext()
+    with _lock:
+        return _turns.setdefault(model, threading.RLock())
