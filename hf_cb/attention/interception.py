@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from hf_cb.attention.masks import MaskSpec, intersection, mark, spec_of, with_spec
+from hf_cb.attention.masks import NOTHING, MaskSpec, intersection, mark, spec_of, union, with_spec
 from hf_cb.errors import IncompatibleTransformersError, UnsupportedModelError
 
 # Arguments that models hand through to their attention and that change nothing in it
@@ -124,7 +124,7 @@ def missing() -> list[str]:
     """What this file wraps and the installed transformers does not have."""
     from transformers import masking_utils, modeling_utils
 
-    wanted = [(masking_utils, n) for n in ("causal_mask_function", "and_masks", "sliding_window_overlay")]
+    wanted = [(masking_utils, n) for n in ("causal_mask_function", "and_masks", "or_masks", "sliding_window_overlay")]
     wanted += [(masking_utils, n) for n in ("chunked_overlay", "packed_sequence_mask_function")]
     wanted += [(masking_utils, "AttentionMaskInterface"), (modeling_utils, "AttentionInterface")]
     gone = [f"{owner.__name__}.{name}" for owner, name in wanted if not hasattr(owner, name)]
@@ -231,6 +231,10 @@ def _wrap_all() -> None:
     )
     _replace(masks, "chunked_overlay", with_spec(masks.chunked_overlay, lambda size, *_, **__: MaskSpec(chunk=size)))
     _replace(masks, "and_masks", with_spec(masks.and_masks, intersection))
+    _replace(masks, "or_masks", with_spec(masks.or_masks, union))
+    if blocks := getattr(masks, "blockwise_overlay", None):  # not in every version
+        images = with_spec(blocks, lambda ids: None if bool((ids >= 0).any()) else NOTHING)
+        _replace(masks, "blockwise_overlay", images)
     # within one request of a step positions rise by one, so a packed mask adds nothing to what it overlays
     packed = masks.packed_sequence_mask_function
     _replace(masks, "packed_sequence_mask_function", with_spec(packed, lambda _: MaskSpec()))

@@ -84,3 +84,13 @@ def intersection(*masks: Any) -> MaskSpec | None:
         windows |= {spec.window} - {None}
         chunks |= {spec.chunk} - {None}
     return MaskSpec(min(windows, default=None), min(chunks, default=None)) if len(chunks) < 2 else None
+
+
+NOTHING = MaskSpec(window=0)  # shows no key: an overlay for images, in a prompt without any
+
+
+def union(*masks: Any) -> MaskSpec | None:
+    """The spec of masks of which a query sees what any of them shows: known if all but one show nothing."""
+    specs = [getattr(mask, "hf_cb_spec", None) for mask in masks]
+    shown = [spec for spec in specs if spec != NOTHING]
+    return shown[0] if len(shown) == 1 else None

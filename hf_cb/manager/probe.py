@@ -51,7 +51,7 @@ class Verdict:
 
 _lock = threading.RLock()
 _of_model: weakref.WeakKeyDictionary[PreTrainedModel, Verdict] = weakref.WeakKeyDictionary()
-_of_architecture: dict[tuple[type, str], Verdict] = {}
+_of_architecture: dict[tuple[type, str], Verdict | None] = {}
 
 
 def judge(model: PreTrainedModel) -> Verdict:
@@ -76,13 +76,23 @@ def _judge(model: PreTrainedModel) -> Verdict:
         return _first_right(own, LENGTHS, NEW_TOKENS, PATHS)
     key = (type(model), f"{model.config.to_json_string(use_diff=False)} {model.config._attn_implementation}")
     if key not in _of_architecture:
-        twin = make_twin(model)
-        if twin is not None:
-            _of_architecture[key] = _first_right(twin, LENGTHS, NEW_TOKENS, PATHS)
-    verdict = _of_architecture.get(key)
-    if verdict is None:
-        return _first_right(model, SHORT_LENGTHS, SHORT_NEW_TOKENS, PATHS)
-    return _first_right(model, SHORT_LENGTHS, SHORT_NEW_TOKENS, PATHS[PATHS.index(verdict.path) :], verdict)
+        _of_architecture[key] = _judge_twin(model)
+    of_twin = _of_architecture[key]
+    if of_twin is None:
+        return _first_right(model, LENGTHS, NEW_TOKENS, PATHS)
+    return _first_right(model, SHORT_LENGTHS, SHORT_NEW_TOKENS, PATHS[PATHS.index(of_twin.path) :], of_twin)
+
+
+def _judge_twin(model: PreTrainedModel) -> Verdict | None:
+    """The verdict on a model's twin; None if there is none, or it does not run (its sizes may not fit together)."""
+    twin = make_twin(model)
+    if twin is None:
+        return None
+    try:
+        return _first_right(twin, LENGTHS, NEW_TOKENS, PATHS)
+    except UnsupportedModelError as error:
+        logger.info("No tiny twin tells the path of %s: %s", type(model).__name__, error)
+        return None
 
 
 def _first_right(
@@ -92,28 +102,21 @@ def _first_right(
     paths: Sequence[str],
     of_twin: Verdict | None = None,
 ) -> Verdict:
-    """The first of the paths whose logits agree with each request's own, alone."""
+    """The first of the paths whose logits agree with each request's own, alone.
+
+    Raises:
+        UnsupportedModelError: `generate`'s own steps fail, or no path agrees with them; the message says why for each.
+    """
     limit = TOLERANCE.get(model.dtype, 8e-2)
     if of_twin and getattr(model, "is_quantized", False) and model.dtype in (torch.float16, torch.bfloat16):
         limit = QUANTISED
-    vocab = min(VOCAB, model.get_input_embeddings().weight.shape[0])
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
-    want: dict[str, list[Tensor]] = {}
-    for i, prompt in enumerate(prompts):
-        engine = _build("single", _small_copy(model) or model)
-        want |= _run(engine, {f"r{i}": prompt}, new_tokens).seen
-    if not all(row.isfinite().any() for rows in want.values() for row in rows):
-        kind = str(model.dtype).removeprefix("torch.")
-        raise UnsupportedModelError(
-            f"{type(model).__name__} computes NaN in {kind}, in generate's own steps too: load it in another dtype."
-        )
+    prompts = _prompts(model, lengths)
+    want = _alone(model, prompts, new_tokens)
     forced = {name: [int(row.argmax()) for row in rows] for name, rows in want.items()}
     why = [of_twin.reason] if of_twin and of_twin.reason else []
     for path in paths:
         try:
-            engine = _build(path, model)
-            got = _run(engine, {f"r{i}": p for i, p in enumerate(prompts)}, new_tokens, forced).seen
+            got = _run(_build(path, model), prompts, new_tokens, forced).seen
         except Exception as error:
             why.append(f"{path}: it ends with {type(error).__name__}: {error}")
             continue
@@ -124,6 +127,29 @@ def _first_right(
     raise UnsupportedModelError(
         f"{type(model).__name__} cannot be batched, as no path agrees with it: {'; '.join(why)}"
     )
+
+
+def _prompts(model: PreTrainedModel, lengths: Sequence[int]) -> dict[str, list[int]]:
+    vocab = min(VOCAB, model.get_input_embeddings().weight.shape[0])
+    generator = torch.Generator().manual_seed(0)
+    return {f"r{i}": torch.randint(0, vocab, (n,), generator=generator).tolist() for i, n in enumerate(lengths)}
+
+
+def _alone(model: PreTrainedModel, prompts: dict[str, list[int]], new_tokens: int) -> dict[str, list[Tensor]]:
+    """The logits that `generate`'s own steps give each prompt, on a fresh model where that can be had."""
+    name = type(model).__name__
+    want: dict[str, list[Tensor]] = {}
+    for request_id, prompt in prompts.items():
+        try:
+            want |= _run(_build("single", _small_copy(model) or model), {request_id: prompt}, new_tokens).seen
+        except Exception as error:
+            raise UnsupportedModelError(f"{name} does not generate from text alone: {error}") from error
+    if not all(row.isfinite().any() for rows in want.values() for row in rows):
+        kind = str(model.dtype).removeprefix("torch.")
+        raise UnsupportedModelError(
+            f"{name} computes NaN in {kind}, in generate's own steps too: load it in another dtype."
+        )
+    return want
 
 
 def _build(path: str, model: PreTrainedModel) -> Engine:

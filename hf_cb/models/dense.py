@@ -83,7 +83,15 @@ class DenseModel:
         return torch.cat([rows[request] for request in wanted])
 
     def _begin(self, request: Request, ids: Tensor) -> Tensor:
-        """The logits `[1, V]` after a whole sequence `[1, n]`."""
+        """The logits `[1, V]` after a whole sequence `[1, n]`, computed as `generate` does: the prompt at once, which
+        not every model sees causally, and what has been generated token by token."""
+        prompt = ids[:, : len(request.prompt_ids)] if not self.recompute else ids
+        logits = self._prefill(request, prompt)
+        for end in range(prompt.shape[1], ids.shape[1]):
+            logits = self._decode(request, ids[:, : end + 1])
+        return logits
+
+    def _prefill(self, request: Request, ids: Tensor) -> Tensor:
         kwargs = self._prepare(ids)
         self._reset_rope()
         out = self.model._prefill(ids, self._config(), kwargs, is_first_iteration=True)

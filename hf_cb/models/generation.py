@@ -178,6 +178,8 @@ def make_recipe(
     extras = {name: options.pop(name) for name in _PER_REQUEST if name in options}
     known = vars(GenerationConfig())
     for name in options:
+        if name not in known and name in inspect.signature(model.forward).parameters:
+            raise OptionError(f"{name}= is an input beside text, and hf_cb takes text only: use model.generate.")
         if name not in known:
             raise OptionError(f"Unknown option {name!r}: it is neither in GenerationConfig nor one of {_PER_REQUEST}.")
     _check_values(options)

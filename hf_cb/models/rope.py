@@ -167,10 +167,23 @@ class _FullCache(DynamicCache):
 
 
 def _drops_cache(model: PreTrainedModel) -> bool:
-    """Whether the model starts again when the sequence outgrows its config's original maximum: it is asked."""
+    """Whether the model starts again when the sequence outgrows its config's original maximum."""
+    inputs, cache = _at_crossing(model)
+    return cache is not None and not any(value is cache for value in inputs.values())
+
+
+def forgets_prompt(model: PreTrainedModel) -> bool:
+    """Whether it starts again with the last token alone: a defect of `generate` in some versions, which we do not share
+    (all keys are computed again here)."""
+    inputs, _ = _at_crossing(model)
+    return _drops_cache(model) and inputs["input_ids"].shape[1] == 1
+
+
+def _at_crossing(model: PreTrainedModel) -> tuple[dict[str, Any], _FullCache | None]:
+    """What the model itself prepares for the first token behind its config's original maximum, and the cache it had."""
     original = getattr(model.config.get_text_config(), "original_max_position_embeddings", None)
     if not isinstance(original, int):
-        return False
+        return {}, None
     cache = _FullCache()
     cache.length = original
     name = cache_argument(model.__class__, "prepare_inputs_for_generation")
@@ -178,7 +191,7 @@ def _drops_cache(model: PreTrainedModel) -> bool:
     inputs = model.prepare_inputs_for_generation(
         ids, attention_mask=torch.ones_like(ids), next_sequence_length=1, use_cache=True, **{name: cache}
     )
-    return not any(value is cache for value in inputs.values())
+    return inputs, cache
 
 
 def _groups(rule: Rule, batch: StepBatch) -> list[tuple[int, Tensor]]:

@@ -19,11 +19,11 @@ def check_supported(model: PreTrainedModel) -> None:
     name, config = type(model).__name__, model.config
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; hf_cb runs decoder-only models.")
-    if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
+    if not getattr(model, "can_generate", bool)():
         raise UnsupportedModelError(f"{name} has no language-model head; load it with AutoModelForCausalLM.")
     if device_of(model).type == "meta":
         raise UnsupportedModelError(f"{name} has shapes and no weights (device meta); load it with from_pretrained.")
-    for rope_type in _rope_types(config):
+    for rope_type in (*_rope_types(config), *_rope_types(config.get_text_config())):
         if rope_type not in ROPE_TYPES:
             raise UnsupportedModelError(
                 f"{name} uses {rope_type!r} rotary scaling, which may depend on the length of the whole batch and is "

@@ -96,22 +96,25 @@ def trace_layers(model: PreTrainedModel) -> Trace:
     with stepping(step):
         _run(model, use_cache=False)
     trace = step.trace
-    modules = find_recurrent(model, {module for module, _ in trace.keys})
-    if modules:
-        trace.recurrent = _trace_states(model, modules)
-    if not trace.layers and not modules:
+    trace.recurrent = _trace_states(model, find_recurrent(model, {module for module, _ in trace.keys}))
+    if not trace.layers and trace.recurrent is None:
         raise UnsupportedModelError(f"{type(model).__name__} reaches no attention function that hf_cb can page.")
     return trace
 
 
-def _trace_states(model: PreTrainedModel, modules: list[nn.Module]) -> Recurrent:
-    """Runs a few tokens with the cache that the model makes for itself: its kind, and what the modules keep there."""
+def _trace_states(model: PreTrainedModel, modules: list[nn.Module]) -> Recurrent | None:
+    """Runs a few tokens with the cache that the model makes for itself: which modules use it, and what they keep."""
     made: list[Cache] = []
     restarting: dict[type, bool] = {}
+    using: set[int] = set()
 
-    def drive(cls: type, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def drive(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cls = module.__class__
         call, name = name_arguments(cls, args, kwargs), cache_argument(cls)
-        make_cache = _cache_maker(model, call.get(name))
+        if call.get(name) is None:
+            return forward(*args, **kwargs)
+        using.add(id(module))
+        make_cache = _cache_maker(model, call[name])
         if not made:
             made.append(make_cache())
         whole = forward(**call | {name: made[0]})
@@ -121,18 +124,18 @@ def _trace_states(model: PreTrainedModel, modules: list[nn.Module]) -> Recurrent
             restarting[cls] = not _same(whole, drive_pieces(cls, pieces, forward, (), call))
         return whole
 
-    step = _Tracing(drives={id(m): functools.partial(drive, type(m)) for m in modules})
+    if not modules:
+        return None
+    step = _Tracing(drives={id(m): functools.partial(drive, m) for m in modules})
     with stepping(step, {type(m) for m in modules}):
         _run(model, use_cache=True)
-    name = type(model).__name__
     if not made:
-        raise UnsupportedModelError(
-            f"{type(modules[0]).__name__} of {name} reaches no attention function that hf_cb can page, nor its cache."
-        )
+        return None
+    name = type(model).__name__
     if any(isinstance(layer, CacheLayerMixin) and layer.keys is not None for layer in made[0].layers):
         raise UnsupportedModelError(f"{name} keeps keys that reach no attention function that hf_cb can page.")
     return Recurrent(
-        modules,
+        [module for module in modules if id(module) in using],
         _cache_maker(model, made[0]),
         state_bytes=sum(t.nbytes for t in lanes.tensors(made[0])),
         restarting={cls for cls, restarts in restarting.items() if restarts},

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from hf_cb.models.rope import forgets_prompt
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -28,10 +31,23 @@ _SIZES = {
     **dict.fromkeys(("num_experts_per_tok", "moe_topk"), 2),
     **dict.fromkeys(("n_group", "topk_group"), 1),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "head_dim", "v_head_dim", "hidden_size_per_layer_input"), 16),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 8),
+    "qk_rope_head_dim": 16,  # as head_dim: the rotary tables of MLA have that size
+    **dict.fromkeys(("qk_nope_head_dim", "rotary_dim"), 8),
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "mamba_chunk_size", "chunk_size"), 8),
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size"), WINDOW),
     **dict.fromkeys(("max_window_layers", "first_k_dense_replace"), 1),
+}
+# the same for the parts that see or hear: no text goes through them, so they need only be buildable, and small
+_PART_SIZES = {
+    **dict.fromkeys(("hidden_size", "embed_dim", "d_model", "hidden_dim", "output_dim", "width", "dim"), 64),
+    **dict.fromkeys(("out_hidden_size", "projection_dim", "projector_hidden_size", "adapter_hidden_size"), 64),
+    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "mlp_dim", "ffn_dim"), 96),
+    **dict.fromkeys(("projector_intermediate_size", "adapter_intermediate_size"), 96),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "depth", "n_layer"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "attention_heads", "n_head"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("vocab_size", "image_size", "max_position_embeddings", "codebook_size", "base_channels"), 128),
+    "head_dim": 16,
 }
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
@@ -41,22 +57,31 @@ _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 def make_twin(model: PreTrainedModel) -> PreTrainedModel | None:
     """The twin of a model, or None if its config cannot be shrunk that way. torch's random state is left alone."""
     try:
-        config = shrink(model.config)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.manual_seed(0)
-            if _num_parameters(model, config) > MAX_PARAMETERS:
-                return None
-            twin = type(model)._from_config(config, dtype=torch.float32).eval()
-            for parameter in twin.parameters():
-                if parameter.dim() > 1:  # spread the logits: a wrong path must show in the numbers
-                    torch.nn.init.normal_(parameter, std=0.2)
+            twin = _build(model, shrink(model.config))
+            if twin is not None and forgets_prompt(twin):
+                twin = _build(model, shrink(model.config, crossing=False))
     except Exception:  # whatever a config class objects to: there is no twin then
         return None
     return twin
 
 
-def shrink(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of a config with small sizes, short windows, and one layer or two of each kind."""
+def _build(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel | None:
+    torch.manual_seed(0)
+    if _num_parameters(model, config) > MAX_PARAMETERS:
+        return None
+    twin = type(model)._from_config(config, dtype=torch.float32).eval()
+    for parameter in twin.parameters():
+        if parameter.dim() > 1:  # spread the logits: a wrong path must show in the numbers
+            torch.nn.init.normal_(parameter, std=0.2)
+    return twin
+
+
+def shrink(config: PretrainedConfig, crossing: bool = True) -> PretrainedConfig:
+    """A copy of a config with small sizes, short windows, and one layer or two of each kind.
+
+    `crossing`: a few tokens outgrow the original maximum of rotary scaling.
+    """
     config = copy.deepcopy(config)
     config._attn_implementation = "sdpa" if "flash" in str(config._attn_implementation) else config._attn_implementation
     text = config.get_text_config()
@@ -76,32 +101,70 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     if kinds:
         with contextlib.suppress(AttributeError):  # where it is computed from other fields
             text.layer_types = _few_layers(kinds)
-    for name, size in _SIZES.items():
-        value = getattr(text, name, None)
-        if isinstance(value, int) and not isinstance(value, bool) and value > size:
-            setattr(text, name, size)
-    _shrink_rope(text)
+    _shrink_fields(text, _SIZES)
+    _shrink_rope(text, ORIGINAL_LENGTH if crossing else 10**6)
     for name in _SPECIAL_TOKENS:
         if getattr(text, name, None) is not None:
             setattr(text, name, 2)
+    for part in _parts_beside(config, text):
+        _shrink_part(part)
     return config
 
 
-def _shrink_rope(text: Any) -> None:
-    """Lengths at which the frequencies change come within reach of a few tokens."""
-    rope = getattr(text, "rope_parameters", None) or {}
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+def _shrink_fields(config: Any, sizes: dict[str, int]) -> None:
+    for name, size in sizes.items():
+        value = _get(config, name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > size:
+            with contextlib.suppress(AttributeError):  # where it is computed from other fields
+                setattr(config, name, size)
+
+
+def _parts_beside(config: PretrainedConfig, text: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    """The configs within a config that are not its text part, nor hold it."""
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None and part is not text:
+            holds_text = any(getattr(part, inner, None) is text for inner in part.sub_configs)
+            yield from _parts_beside(part, text) if holds_text else [part]
+
+
+def _shrink_part(part: PretrainedConfig) -> None:
+    _shrink_fields(part, _PART_SIZES)
+    for name in part.sub_configs:
+        if getattr(part, name, None) is not None:
+            _shrink_part(getattr(part, name))
+
+
+def _shrink_rope(text: Any, original: int) -> None:
+    """The tables of frequencies get the twin's size, and change at a length of `original`."""
+    rope = _get(text, "rope_parameters") or {}
     for parameters in [rope, *(p for p in rope.values() if isinstance(p, dict))]:
         if parameters.get("rope_type") == "dynamic":
-            text.max_position_embeddings = ORIGINAL_LENGTH
+            text.max_position_embeddings = original
         if "original_max_position_embeddings" in parameters:
-            parameters["original_max_position_embeddings"] = ORIGINAL_LENGTH
-        half = int(head_dim * parameters.get("partial_rotary_factor", 1)) // 2
+            parameters["original_max_position_embeddings"] = original
         for name in ("short_factor", "long_factor"):
             if name in parameters:
-                parameters[name] = parameters[name][:half]
-    if hasattr(text, "original_max_position_embeddings"):
-        text.original_max_position_embeddings = ORIGINAL_LENGTH
+                parameters[name] = parameters[name][: _frequencies(text, parameters)]
+        if section := parameters.get("mrope_section"):  # how many of the frequencies are time, height and width
+            half = _frequencies(text, parameters)
+            small = [max(1, part * half // sum(section)) for part in section]
+            parameters["mrope_section"] = [half - sum(small[1:]), *small[1:]]
+    if _get(text, "original_max_position_embeddings") is not None:
+        text.original_max_position_embeddings = original
+
+
+def _frequencies(text: Any, parameters: dict[str, Any]) -> int:
+    head_dim = _get(text, "head_dim") or text.hidden_size // text.num_attention_heads
+    return int(head_dim * parameters.get("partial_rotary_factor", 1)) // 2
+
+
+def _get(config: Any, name: str) -> Any:
+    """An attribute, or None: some raise when asked for what differs between layers."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return None
 
 
 def _few_layers(kinds: list[str]) -> list[str]:

@@ -19,6 +19,12 @@ Prompt: TypeAlias = Any
 """Text, a chat, token ids (list, tuple, range, 1-D tensor or array), or a tokenizer's encoding of a text."""
 
 _NOT_BATCHES = (bytes, bytearray, memoryview, set, frozenset, Mapping)
+# what a tokenizer may return besides: nothing that the answer depends on
+_ENCODING_KEYS = frozenset(
+    {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "length"}
+    | {"num_truncated_tokens", "overflowing_tokens", "overflow_to_sample_mapping", "mm_token_type_ids", "labels"}
+)
+_MEDIA = ("image", "video", "audio")
 _locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
 _locks_guard = threading.Lock()
 
@@ -125,6 +131,9 @@ def _open_encoding(encoding: Mapping[str, Any], attention_mask: Any) -> tuple[An
     if "input_ids" not in encoding:
         remedy = "put the messages of a chat into a list" if "role" in encoding else "pass input_ids"
         raise TypeError(f"a mapping with the keys {_short(list(encoding))} holds no prompts; {remedy}")
+    others = sorted(key for key in encoding if key not in _ENCODING_KEYS and encoding[key] is not None)
+    if others:
+        raise PromptError(f"{', '.join(others)}: hf_cb takes text only; use model.generate for images, video and audio")
     own_mask = encoding.get("attention_mask")
     if own_mask is not None and attention_mask is not None:
         raise PromptError("attention_mask is given twice: in the inputs and as an argument; pass one of them")
@@ -199,6 +208,12 @@ def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _encode_chat(
     chat: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
 ) -> list[int]:
+    for part in (part for message in chat for part in _parts(message.get("content"))):
+        if any(medium in str(part.get("type")) for medium in _MEDIA):
+            raise PromptError(
+                f"a content part of type {part['type']!r} in the chat {_short(chat)}: hf_cb takes text only; use "
+                "model.generate for images, video and audio"
+            )
     if not template_kwargs.get("chat_template") and not getattr(tokenizer, "chat_template", "unknown"):
         raise PromptError(
             f"the tokenizer has no chat template for the chat {_short(chat)}; set tokenizer.chat_template, "
@@ -219,6 +234,10 @@ def _encode_chat(
     if isinstance(encoding, str):
         raise TypeError("the chat template gave text, not ids; leave tokenize=False out of chat_template_kwargs")
     return _unpadded_ids(encoding) if isinstance(encoding, Mapping) else _id_list(encoding)
+
+
+def _parts(content: Any) -> list[Mapping[str, Any]]:
+    return [part for part in content if isinstance(part, Mapping)] if _is_sequence(content) else []
 
 
 def _unpadded_ids(encoding: Mapping[str, Any]) -> list[int]:
