@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,24 @@ def test_options_that_make_tensors_of_their_own() -> None:
     assert [r.generated_tokens for r in model.generate_batch(PROMPTS, options).values()] == want
 
 
+def test_two_managers_take_turns() -> None:
+    """accelerate loads a layer's weights for each use and drops them after it: two forwards at once would collide."""
+    plain = make_model("Llama")
+    want = [generate_alone(plain, p, greedy(20)) for p in PROMPTS]
+    model = accelerate.cpu_offload(plain)
+    config = EngineConfig(block_size=4, max_batch_tokens=8)
+
+    def batch(_: int) -> list[list[int]]:
+        return [r.generated_tokens for r in model.generate_batch(PROMPTS, greedy(20), config).values()]
+
+    hf_cb.explain(model)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(batch, range(8))) == [want] * 8
+
+
 def test_dense_path() -> None:
     torch.manual_seed(0)
-    plain = transformers.MambaForCausalLM(transformers.MambaConfig(**SHAPE)).eval()
+    plain = transformers.BloomForCausalLM(transformers.BloomConfig(**SHAPE, n_layer=2, n_head=4)).eval()
     want = [generate_alone(plain, p, greedy(6)) for p in PROMPTS]
     model = accelerate.cpu_offload(plain)
     assert [r.generated_tokens for r in model.generate_batch(PROMPTS, greedy(6)).values()] == want

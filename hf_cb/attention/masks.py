@@ -38,7 +38,11 @@ class MaskMark(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_function__(func, types, args, kwargs or {})
+        try:
+            out = super().__torch_function__(func, types, args, kwargs or {})
+        except RuntimeError as error:
+            name = getattr(func, "__name__", func)
+            raise UnsupportedModelError(f"The model computes with its attention mask itself ({name}).") from error
         if isinstance(out, MaskMark):
             out.spec = next((a.spec for a in args if isinstance(a, MaskMark)), None)
         return out

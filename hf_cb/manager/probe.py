@@ -22,7 +22,7 @@ from hf_cb.config import EngineConfig
 from hf_cb.core import PlanPart, Request, SamplingParams
 from hf_cb.engine.engine import Engine
 from hf_cb.engine.sampler import Sampled
-from hf_cb.errors import UnsupportedModelError
+from hf_cb.errors import HfCbError, UnsupportedModelError
 from hf_cb.manager.paths import PATHS, build_path, plan_path
 from hf_cb.models.twin import VOCAB, make_twin
 
@@ -118,7 +118,8 @@ def _first_right(
         try:
             got = _run(_build(path, model), prompts, new_tokens, forced).seen
         except Exception as error:
-            why.append(f"{path}: it ends with {type(error).__name__}: {error}")
+            said = str(error) if isinstance(error, HfCbError) else f"it ends with {type(error).__name__}: {error}"
+            why.append(f"{path}: {said}")
             continue
         off = max(_distance(a, b) for name in want for a, b in zip(want[name], got[name], strict=True))
         if off <= limit:
