@@ -19,6 +19,10 @@ class UnsupportedModelError(HfCbError, NotImplementedError):
     """A model that hf_cb cannot drive; the message names the class and the reason."""
 
 
+class ModelChangedError(HfCbError, RuntimeError):
+    """The model is not what it was when its manager was made (moved, cast, patched): no request can go on."""
+
+
 class IncompatibleTransformersError(HfCbError, ImportError):
     """The installed transformers lacks something that hf_cb builds on; the message names what."""
 

@@ -18,13 +18,16 @@ from torch import Tensor
 
 from hf_cb.core import FinishReason, PlanPart, Request, Status, StepBatch, StepPlan, StepRecord, Update
 from hf_cb.engine import batch as batching
+from hf_cb.engine import records
 from hf_cb.engine.kv_cache import KVCache
 from hf_cb.engine.limits import fit
 from hf_cb.engine.policies import Policy
+from hf_cb.engine.recovery import Recovery
 from hf_cb.engine.sampler import Sampled, Sampler, SamplingStep
 from hf_cb.engine.scheduler import Scheduler
 from hf_cb.engine.speculation import DraftSource
 from hf_cb.engine.stopping import check_stop, is_late
+from hf_cb.errors import ModelChangedError
 from hf_cb.models.groups import LayerGroup
 from hf_cb.sizes import ResolvedConfig
 
@@ -86,6 +89,7 @@ class Engine:
         self.scheduler = Scheduler(config, self.kv, policy, drafts if sharing else None)
         self.sampler = sampler or Sampler()
         self.records: deque[StepRecord] = deque(maxlen=config.trace_steps)
+        self.recovery = Recovery()
         self.num_steps = 0
         self._weights_key: object = None
         self._timed: set[Request] = set()  # those that time can end
@@ -118,7 +122,7 @@ class Engine:
         times = [time.perf_counter()]
         if self.scheduler.waiting:  # only who comes in can find what was computed with other weights
             self._check_weights()
-        plan = self.scheduler.plan()
+        plan = self._plan()
         if not plan.parts:
             if self.has_work and not any(r.in_flight for r in self.scheduler.running):
                 raise RuntimeError("The scheduler found nothing to run though requests wait: this is a bug in hf_cb.")
@@ -128,12 +132,16 @@ class Engine:
         for request in plan.admitted:
             request.started = request.started or times[0]
         times.append(time.perf_counter())
-        step_batch = batching.build(plan, len(self.kv.groups), self.config.block_size, self.runner.device)
-        times.append(time.perf_counter())
-        logits = self.runner.forward(step_batch)
-        times.append(time.perf_counter())
-        sampled = self.sampler.sample(logits, plan.parts)
-        times.append(time.perf_counter())
+        try:
+            step_batch = batching.build(plan, len(self.kv.groups), self.config.block_size, self.runner.device)
+            times.append(time.perf_counter())
+            logits = self.runner.forward(step_batch)
+            times.append(time.perf_counter())
+            sampled = self.sampler.sample(logits, plan.parts)
+            self.recovery.succeeded()
+        except Exception as error:
+            plan, sampled = self._recover(plan, error)
+        times += [time.perf_counter()] * (5 - len(times))
         return InFlight(plan, sampled, times)
 
     @torch.no_grad()
@@ -145,7 +153,21 @@ class Engine:
             self._commit_part(part, sampled, began)
             for part, sampled in zip(flight.plan.parts, flight.sampled, strict=True)
         ]
-        self._record(flight, held, cached, began)
+        self.records.append(
+            StepRecord(
+                step=self.num_steps,
+                commit_s=time.perf_counter() - began,
+                tokens_allowed=self.config.max_batch_tokens,
+                blocks_used=held,
+                blocks_cached=cached,
+                blocks_allowed=self.kv.pool.num_blocks,
+                requests_allowed=self.config.max_num_seqs,
+                waiting=len(self.scheduler.waiting),
+                sampled=sum(len(s) for s in flight.sampled),
+                **records.of_plan(flight.plan, flight.times),
+            )
+        )
+        self.num_steps += 1
         return updates
 
     def cancel(self, request: Request, reason: FinishReason = "cancelled") -> Update | None:
@@ -184,6 +206,38 @@ class Engine:
         assert not self.has_work, "requests are alive"
         assert self.kv.pool.num_held == 0, f"{self.kv.pool.num_held} blocks are held by nobody"
         self.kv.pool.check_integrity()
+
+    def _plan(self) -> StepPlan:
+        group, budget = self.recovery.current(), self.recovery.budget
+        if group is None:
+            return self.scheduler.plan(budget=budget)
+        plan = StepPlan() if group.relieved else self.scheduler.plan(group.goals, budget)
+        if plan.parts or any(r.in_flight for r in group.goals):
+            return plan
+        for request in [r for r in self.scheduler.running if r not in group.goals and not r.in_flight]:
+            self._give_way(request)  # they hold the blocks or the memory that it needs
+        return self.scheduler.plan(group.goals, budget)
+
+    def _recover(self, plan: StepPlan, error: Exception) -> tuple[StepPlan, list[list[Sampled]]]:
+        """What is left of a step that raised: nothing, or the request that is to blame, with its error.
+
+        Raises:
+            The error itself, if it is not about requests.
+        """
+        traceback.clear_frames(error.__traceback__)  # they hold activations
+        for part in plan.parts:
+            self._give_way(part.request)
+        culprit = None if isinstance(error, ModelChangedError) else self.recovery.after(plan, error)
+        if isinstance(error, ModelChangedError) or (culprit is not None and self.recovery.hopeless):
+            raise error
+        parts = [part for part in plan.parts if part.request is culprit]
+        return StepPlan(parts, plan.preempted, plan.admitted), [[Sampled(-1, exception=error)] for _ in parts]
+
+    def _give_way(self, request: Request) -> None:
+        request.in_flight = 0
+        request.fork_of = None  # which may run in another group
+        self.scheduler.preempt(request)
+        self.runner.forget(request)
 
     def _commit_part(self, part: PlanPart, sampled: list[Sampled], now: float) -> Update:
         request, since = part.request, part.start
@@ -229,14 +283,7 @@ class Engine:
         self._take_out(request)
         request.finish_reason = reason
         request.finished = time.perf_counter()
-        m = request.metrics
-        m.e2e_s = request.finished - request.created
-        m.queue_s = (request.started or request.finished) - request.created
-        if request.first_token is not None and request.started is not None:
-            m.ttft_s = request.first_token - request.created
-            m.prefill_s = request.first_token - request.started
-        if request.num_output > 1:
-            m.itl_s = (request.timestamps[-1] - request.timestamps[0]) / (request.num_output - 1)
+        records.fill_metrics(request)
 
     def _take_out(self, request: Request) -> None:
         self.scheduler.remove(request)
@@ -251,30 +298,3 @@ class Engine:
             if key != self._weights_key:
                 self.kv.drop_cache()
                 self._weights_key = key
-
-    def _record(self, flight: InFlight, held: int, cached: int, began: float) -> None:
-        plan, t = flight.plan, flight.times
-        self.records.append(
-            StepRecord(
-                step=self.num_steps,
-                started=t[0],
-                plan_s=t[1] - t[0],
-                build_s=t[2] - t[1],
-                forward_s=t[3] - t[2],
-                sample_s=t[4] - t[3],
-                commit_s=time.perf_counter() - began,
-                decode_tokens=sum(p.num_tokens for p in plan.parts if p.was_decoding),
-                prefill_tokens=sum(p.num_tokens for p in plan.parts if not p.was_decoding),
-                tokens_allowed=self.config.max_batch_tokens,
-                blocks_used=held,
-                blocks_cached=cached,
-                blocks_allowed=self.kv.pool.num_blocks,
-                requests=len(plan.parts),
-                requests_allowed=self.config.max_num_seqs,
-                waiting=len(self.scheduler.waiting),
-                preempted=len(plan.preempted),
-                sampled=sum(len(s) for s in flight.sampled),
-                bound_by=plan.bound_by,
-            )
-        )
-        self.num_steps += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Collection
 
 from hf_cb.core import PlanPart, Request, Status, StepPlan
 from hf_cb.engine.kv_cache import KVCache
@@ -33,13 +34,17 @@ class Scheduler:
         (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
         request.status = Status.FINISHED
 
-    def plan(self) -> StepPlan:
-        """The next step. Requests of a step that is not committed yet are left out."""
+    def plan(self, only: Collection[Request] | None = None, budget: int | None = None) -> StepPlan:
+        """The next step, of these requests only, with at most `budget` tokens. Requests of a step that is not committed
+        yet are left out."""
         plan = StepPlan()
-        left = self.config.max_batch_tokens
+        left = allowed = min(budget or self.config.max_batch_tokens, self.config.max_batch_tokens)
         planned: dict[Request, PlanPart] = {}
-        unasked = len(self.running)
-        for request in self.policy.order(list(self.running), list(self.waiting)):
+        running, waiting = list(self.running), list(self.waiting)
+        if only is not None:
+            running, waiting = [r for r in running if r in only], [r for r in waiting if r in only]
+        unasked = len(running)
+        for request in self.policy.order(running, waiting):
             closed = plan.bound_by in ("blocks", "requests")
             if closed and not unasked:
                 break  # only new requests are left, perhaps thousands, and none may start
@@ -61,7 +66,7 @@ class Scheduler:
                 planned[request] = part
                 left -= part.num_tokens
             if len(plan.preempted) > gone:  # shares were taken back
-                left = self.config.max_batch_tokens - sum(p.num_tokens for p in planned.values())
+                left = allowed - sum(p.num_tokens for p in planned.values())
             if left == 0 and part is not None and not part.samples:
                 plan.bound_by = plan.bound_by or "tokens"
         plan.parts = list(planned.values())
@@ -106,14 +111,14 @@ class Scheduler:
         while (part := self._part(request, left)) is None:
             plan.bound_by = "blocks"
             victim = self.policy.victim([r for r in self.running if not r.in_flight])
-            self._preempt(victim)
+            self.preempt(victim)
             plan.preempted.append(victim)
             planned.pop(victim, None)
             if victim is request:
                 return None
         return part
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
         """Back to the queue with no blocks; what it has generated is kept and computed again with its prompt."""
         self.kv.free(request)
         self.running.remove(request)

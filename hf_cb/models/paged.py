@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_cb.attention.backend import AttentionBackend
 from hf_cb.attention.interception import AttentionCall, Drive, stepping
 from hf_cb.core import Request, StepBatch
-from hf_cb.errors import UnsupportedModelError
+from hf_cb.errors import ModelChangedError
 from hf_cb.models.device import device_of, turn
 from hf_cb.models.groups import LayerGroup, storage_layers
 from hf_cb.models.recurrent import RecurrentStates
@@ -93,7 +93,7 @@ class PagedModel:
                 input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, **wanted
             )
         if step.counts.total() != len(self.trace.keys):
-            raise RuntimeError(
+            raise ModelChangedError(
                 f"{step.counts.total()} of {len(self.trace.keys)} attention calls reached hf_cb: was the model "
                 f"compiled or changed after its first use here?"
             )
@@ -149,12 +149,12 @@ class _PagedStep:
         self.counts[id(module)] += 1
         index = owner._index.get(key)
         if index is None or owner.trace.calls[index] != call:
-            raise UnsupportedModelError(
+            raise ModelChangedError(
                 f"{type(module).__name__} attends otherwise than when it was traced ({call}); was the model changed?"
             )
         layer = owner.trace.layers[index]
         if (k.dtype, k.device) != (layer.dtype, layer.device):
-            raise RuntimeError(
+            raise ModelChangedError(
                 f"The model computes in {k.dtype} on {k.device} now, and its KV cache is in {layer.dtype} on "
                 f"{layer.device}: make a new manager after model.to()."
             )
