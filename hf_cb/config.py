@@ -75,6 +75,8 @@ class EngineConfig:
         modules: faster modules; "off" is all there is so far.
         return_logprobs: give each token's log-probability.
         max_queue_size: waiting requests beyond which a submission is rejected; 0 for no limit.
+        queue_wait: seconds that a submission waits for room then, before it is rejected.
+        max_queue_time: seconds after which a request that has not started ends with "timeout".
         seed: seed for the requests of this manager that have none of their own.
         num_threads: CPU threads of a step; torch's own setting if None.
         trace_steps: StepRecords kept.
@@ -95,6 +97,8 @@ class EngineConfig:
     modules: str = "off"
     return_logprobs: bool = False
     max_queue_size: int = 0
+    queue_wait: float = 0.0
+    max_queue_time: float | None = None
     seed: int | None = None
     num_threads: int | None = None
     trace_steps: int = 4096
@@ -109,6 +113,9 @@ class EngineConfig:
         _check_count("max_queue_size", self.max_queue_size, least=0)
         _check_count("trace_steps", self.trace_steps, least=1)
         _check_count("seed", self.seed, least=0, optional=True)
+        _check_number("queue_wait", self.queue_wait, least=0.0)
+        if self.max_queue_time is not None:
+            _check_number("max_queue_time", self.max_queue_time, least=1e-9)
         _check_number("train_mode_timeout", self.train_mode_timeout, least=0.0)
         if self.max_memory_fraction is not None:
             _check_number("max_memory_fraction", self.max_memory_fraction, least=0.0, most=1.0)

@@ -106,12 +106,12 @@ class Delta:
 class Request:
     """One sequence on its way. Filled by the caller, then by the scheduler, the KV cache and the engine."""
 
-    # by the caller
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
     priority: int = 0
-    deadline: float | None = None  # on time.perf_counter()
+    deadline: float | None = None  # on time.perf_counter(), as is the next
+    start_by: float | None = None
     fork_of: Request | None = None  # shares that request's prompt blocks once they are computed
     arrival: int = field(default_factory=lambda: next(_arrivals))
     created: float = field(default_factory=time.perf_counter)

@@ -106,7 +106,7 @@ class Engine:
         """
         request.params = replace(request.params, max_new_tokens=fit(request, self.config, self.kv))
         request.regime = self.runner.key_regime(request)
-        if request.deadline is not None or request.params.max_time is not None:
+        if (request.deadline, request.start_by, request.params.max_time) != (None, None, None):
             self._timed.add(request)
         self.scheduler.add(request)
 

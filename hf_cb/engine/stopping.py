@@ -18,7 +18,9 @@ def check_stop(request: Request, now: float) -> FinishReason | None:
 
 
 def is_late(request: Request, now: float) -> bool:
-    """Whether a request is past its deadline, or its `max_time` since it was submitted is over."""
+    """Whether a request is past its deadline, has waited too long for its start, or has had its `max_time`."""
+    if request.start_by is not None and request.started is None and now > request.start_by:
+        return True
     if request.deadline is not None and now > request.deadline:
         return True
     max_time = request.params.max_time

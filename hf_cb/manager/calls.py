@@ -164,7 +164,7 @@ class _Session:
                 self.live.add(handle)
                 return handle
         return GenerationOutput(
-            request_id=self.manager.next_id(),
+            request_id=self.manager.registry.next_id(),
             error=f"{type(prompt).__name__}: {prompt}",
             status=RequestStatus.FAILED,
             finish_reason="error",
@@ -190,7 +190,7 @@ class _Session:
                     continue
                 item = self.submit(prompt, recipe, index)
                 if isinstance(item, Handle):
-                    item.add_waker((None, partial(changed.put, item)))
+                    item.mailbox.add_waker((None, partial(changed.put, item)))
                     changed.put(item)  # for what happened before the waker was there
                 else:
                     yield item
@@ -235,7 +235,7 @@ def _need(recipes: list[tuple[Any, Recipe]], max_model_len: int) -> Need:
 
 def _show_progress(manager: ContinuousBatchingManager, handles: list[Handle], before: ManagerStats) -> None:
     """A bar of finished sequences with the tokens per second so far; returns when all are done."""
-    total = sum(len(h.streams) for h in handles)
+    total = sum(h.num_sequences for h in handles)
     with tqdm(total=total, desc=f"Generating for {total} requests", unit="req") as bar:
         for handle in handles:
             while not handle.wait(0.2):

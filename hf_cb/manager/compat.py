@@ -12,8 +12,9 @@ from hf_cb.manager.router import Router
 from hf_cb.text.prompts import encode_prompt
 
 if TYPE_CHECKING:
-    from hf_cb.manager.handle import Handle
     from hf_cb.manager.loop import EngineLoop
+    from hf_cb.manager.mailbox import Mailbox
+    from hf_cb.manager.registry import Registry
     from hf_cb.models.generation import Recipe
 
 logger = logging.getLogger("hf_cb")
@@ -25,17 +26,17 @@ class TransformersCalls:
     router: Router
     loop: EngineLoop
     tokenizer: Any
-    _live: dict[str, Request]
+    registry: Registry
 
     if TYPE_CHECKING:
 
         def recipe(self, generation_config: Any, options: dict[str, Any], tokenizer: Any = None) -> Recipe: ...
 
         def _make_requests(
-            self, prompt_ids: list[int], recipe: Recipe, request_id: str | None, priority: int, deadline: float | None
+            self, prompt_ids: list[int], recipe: Recipe, request_id: str | None = None
         ) -> list[Request]: ...
 
-        def _enqueue(self, requests: list[Request], handle: Handle | None, streaming: bool = False) -> None: ...
+        def _enqueue(self, requests: list[Request], mailbox: Mailbox | None, streaming: bool = False) -> None: ...
 
         def _post_cancel(self, requests: list[Request]) -> None: ...
 
@@ -76,7 +77,7 @@ class TransformersCalls:
     ) -> list[Request]:
         given = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
         recipe = self.recipe(None, {k: v for k, v in given.items() if v is not None} | options)
-        return self._make_requests(encode_prompt(input_ids, self.tokenizer), recipe, request_id, 0, None)
+        return self._make_requests(encode_prompt(input_ids, self.tokenizer), recipe, request_id)
 
     def _added(self, requests: list[Request], streaming: bool) -> str | None:
         try:
@@ -109,7 +110,7 @@ class TransformersCalls:
 
     def cancel_request(self, request_id: str) -> None:
         """Ends a request within a step; nothing happens if it is not alive."""
-        request = self._live.get(request_id)
+        request = self.registry.get(request_id)
         if request is not None:
             self._post_cancel([request])
 

@@ -1,72 +1,78 @@
 """What a caller holds for a request: iterate over its tokens, wait for its result, cancel it; from any thread or event
 loop.
 
-The engine's thread only appends token ids here. A reader keeps its own place, so a slow one gets several steps' tokens
-in one delta and nothing queues up; and text is made in the reader's thread, never in the engine's.
+A reader keeps its own place in the mailbox, so a slow one gets several steps' tokens in one delta and nothing queues
+up; and text is made in the reader's thread, never in the engine's. A handle that nobody holds any more cancels its
+request.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hf_cb.core import Delta, GenerationOutput, Request, RequestMetrics
+from hf_cb.core import Delta, GenerationOutput, RequestMetrics
 from hf_cb.errors import RequestFailedError
+from hf_cb.manager.mailbox import Mailbox, Waker
 from hf_cb.text.detokenizer import Detokenizer, decode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Called by the engine's thread with a step's news: on the event loop if there is one, else at once: be quick
-Waker = tuple[asyncio.AbstractEventLoop | None, Callable[[], None]]
-
-
-class Stream:
-    """One sequence as its readers see it. Written by the engine's thread, under the handle's condition."""
-
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self.token_ids: list[int] = []
-        self.output: GenerationOutput | None = None
-
-
 class Handle:
-    """A submitted request, with one sequence or several (`num_return_sequences`)."""
+    """A submitted request, with one sequence or several (`num_return_sequences`).
+
+    Args:
+        mailbox: where its news arrive.
+        cancel: ends the request within a step.
+        drop: the same, called when the handle is gone; must take no lock, since that may happen anywhere.
+        tokenizer: for text.
+    """
 
     def __init__(
         self,
-        requests: list[Request],
+        mailbox: Mailbox,
         cancel: Callable[[], None],
+        drop: Callable[[], None],
         tokenizer: PreTrainedTokenizerBase | None = None,
-        index: int = 0,
     ) -> None:
-        self.request_id = requests[0].request_id
-        self.index = index
-        self.streams = [Stream(r.request_id) for r in requests]
-        self._requests = requests
+        self.mailbox = mailbox
         self._cancel = cancel
+        self._drop = drop
         self._tokenizer = tokenizer
-        self._changed = threading.Condition()
-        self._wakers: list[Waker] = []
+
+    def __del__(self) -> None:
+        if not self.mailbox.done:
+            self._drop()
+
+    @property
+    def request_id(self) -> str:
+        return self.mailbox.streams[0].request_id
+
+    @property
+    def index(self) -> int:
+        """The place of its prompt in the inputs of a call."""
+        return self.mailbox.index
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.mailbox.streams)
 
     @property
     def done(self) -> bool:
-        return all(s.output is not None for s in self.streams)
+        return self.mailbox.done
 
     @property
     def metrics(self) -> RequestMetrics:
         """The first sequence's metrics, filled as far as they are known."""
-        return self._requests[0].metrics
+        return self.mailbox.requests[0].metrics
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether the request is done, after at most `timeout` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.done, timeout)
+        return self.mailbox.wait(timeout)
 
     def cancel(self) -> None:
         """Ends the request within a step; its result then says "cancelled". Harmless once it has ended."""
@@ -99,8 +105,8 @@ class Handle:
         """Deltas as they come, from the first token on; ends by itself; raises the request's error if it has one."""
         reader = Reader(self)
         while True:
-            with self._changed:
-                self._changed.wait_for(reader.has_news)
+            with self.mailbox.changed:
+                self.mailbox.changed.wait_for(reader.has_news)
             for delta in reader.read():
                 yield delta
                 self._raise_error_of(delta)
@@ -109,7 +115,7 @@ class Handle:
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         reader = Reader(self)
-        with _waking(self) as event:
+        with _waking(self.mailbox) as event:
             while True:
                 event.clear()
                 for delta in reader.read():
@@ -123,7 +129,7 @@ class Handle:
         return self._wait().__await__()
 
     async def _wait(self) -> GenerationOutput:
-        with _waking(self) as event:
+        with _waking(self.mailbox) as event:
             while not self.done:
                 event.clear()
                 if not self.done:
@@ -132,49 +138,27 @@ class Handle:
 
     def _raise_error_of(self, delta: Delta) -> None:
         if delta.error is not None:
-            output = next(s.output for s in self.streams if s.request_id == delta.request_id)
+            output = next(s.output for s in self.mailbox.streams if s.request_id == delta.request_id)
             raise (output and output.exception) or RequestFailedError(delta.error)
 
-    def add_waker(self, waker: Waker) -> None:
-        """From now on, `waker` is called with every step's news."""
-        with self._changed:
-            self._wakers.append(waker)
-
-    def remove_waker(self, waker: Waker) -> None:
-        with self._changed:
-            self._wakers.remove(waker)
-
     def _finished(self) -> list[GenerationOutput]:
-        outputs = [s.output for s in self.streams if s.output is not None]
+        outputs = [s.output for s in self.mailbox.streams if s.output is not None]
         for output in outputs:
             if output.text is None and self._tokenizer is not None:
                 output.text = decode(self._tokenizer, output.generated_tokens)
         return outputs
 
-    # ------------------------------------------------------------------------------------------ by the engine's thread
-
-    def push(self, request: Request, new_ids: list[int], output: GenerationOutput | None) -> list[Waker]:
-        """Adds a step's news; returns who is to be woken."""
-        stream = self.streams[self._requests.index(request)]
-        with self._changed:
-            stream.token_ids.extend(new_ids)
-            if output is not None and stream.output is None:
-                output.index = self.index
-                stream.output = output
-            self._changed.notify_all()
-            return list(self._wakers)
-
 
 @contextmanager
-def _waking(handle: Handle) -> Iterator[asyncio.Event]:
+def _waking(mailbox: Mailbox) -> Iterator[asyncio.Event]:
     """While open, every step's news set the event, on the event loop that runs now."""
     event = asyncio.Event()
     waker: Waker = (asyncio.get_running_loop(), event.set)
-    handle.add_waker(waker)
+    mailbox.add_waker(waker)
     try:
         yield event
     finally:
-        handle.remove_waker(waker)
+        mailbox.remove_waker(waker)
 
 
 class Reader:
@@ -182,10 +166,11 @@ class Reader:
 
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
-        self.places = [0] * len(handle.streams)
-        self.ended = [False] * len(handle.streams)
+        self.mailbox = handle.mailbox
+        self.places = [0] * handle.num_sequences
+        self.ended = [False] * handle.num_sequences
         tokenizer = handle._tokenizer
-        self.detokenizers = [None if tokenizer is None else Detokenizer(tokenizer) for _ in handle.streams]
+        self.detokenizers = [None if tokenizer is None else Detokenizer(tokenizer) for _ in self.places]
 
     @property
     def at_end(self) -> bool:
@@ -194,15 +179,15 @@ class Reader:
     def has_news(self) -> bool:
         return any(
             len(s.token_ids) > place or (s.output is not None and not ended)
-            for s, place, ended in zip(self.handle.streams, self.places, self.ended, strict=True)
+            for s, place, ended in zip(self.mailbox.streams, self.places, self.ended, strict=True)
         )
 
     def read(self) -> Iterator[Delta]:
         """What is new since the last call, at most one delta a sequence; a failed sequence's last one has its error."""
-        for i, stream in enumerate(self.handle.streams):
+        for i, stream in enumerate(self.mailbox.streams):
             if self.ended[i]:
                 continue
-            with self.handle._changed:
+            with self.mailbox.changed:
                 new, output = stream.token_ids[self.places[i] :], stream.output
             self.places[i] += len(new)
             detokenizer = self.detokenizers[i]
@@ -211,33 +196,6 @@ class Reader:
                 self.ended[i] = True
                 text += detokenizer.flush() if detokenizer is not None else ""
             if output is not None:
-                yield Delta(stream.request_id, self.handle.index, new, text, output.finish_reason, output.error)
+                yield Delta(stream.request_id, self.mailbox.index, new, text, output.finish_reason, output.error)
             elif new:
-                yield Delta(stream.request_id, self.handle.index, new, text)
-
-
-def make_output(request: Request, error: BaseException | None = None) -> GenerationOutput:
-    """A request's state as a GenerationOutput: the final one if it has ended, else the tokens so far."""
-    from transformers.generation.continuous_batching.requests import RequestStatus
-
-    error = error or request.exception
-    if error is not None:
-        status = RequestStatus.FAILED
-    elif request.finish_reason is not None:
-        status = RequestStatus.FINISHED
-    else:
-        status = RequestStatus.DECODING if request.num_output else RequestStatus.PREFILLING
-    return GenerationOutput(
-        request_id=request.request_id,
-        prompt_ids=list(request.prompt_ids),
-        generated_tokens=request.output_ids,
-        logprobs=list(request.logprobs),
-        error=None if error is None else f"{type(error).__name__}: {error}",
-        status=status,
-        created_time=request.created,
-        lifespan=(request.started or -1, request.finished or (time.perf_counter() if error else -1)),
-        timestamps=list(request.timestamps),
-        finish_reason="error" if error is not None else request.finish_reason,
-        metrics=request.metrics,
-        exception=error if isinstance(error, Exception) else None,
-    )
+                yield Delta(stream.request_id, self.mailbox.index, new, text)

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_cb.attention import interception
-from hf_cb.core import Update
+from hf_cb.core import Request, Update
 from hf_cb.engine.engine import Engine
 from hf_cb.errors import ManagerStoppedError, RequestCancelledError
 from hf_cb.manager.openmp import release_idle_workers
@@ -49,6 +49,7 @@ class EngineLoop:
         engine: touched by the loop's thread alone once it runs.
         model: put in `eval()` while the loop runs.
         deliver: called with each step's updates, and at the end once with the error for requests that are left.
+        cancel: called with the requests in `dropped`.
         num_threads: CPU threads of a step.
         train_mode_timeout: seconds that a step waits for somebody else's `train()` to end.
     """
@@ -58,18 +59,22 @@ class EngineLoop:
         engine: Engine,
         model: nn.Module,
         deliver: Callable[[list[Update], BaseException | None], None],
+        cancel: Callable[[list[Request]], None],
         num_threads: int,
         train_mode_timeout: float,
     ) -> None:
         self.engine = engine
         self.model = model
         self.fatal_error: BaseException | None = None
+        # requests that nobody waits for any more: appended without a lock, by handles that are being collected
+        self.dropped: deque[list[Request]] = deque()
         self._deliver = deliver
+        self._cancel = cancel
         self._num_threads = num_threads
         self._train_mode_timeout = train_mode_timeout
         self._thread: threading.Thread | None = None
-        # guards what is below; the thread waits on it for messages, others wait on it for the thread
-        self._changed = threading.Condition()
+        self._news = threading.Event()  # the idle thread waits for it, and holds nothing else of ours
+        self._changed = threading.Condition()  # guards what is below; others wait on it for the thread
         self._inbox: list[Callable[[], None]] = []
         self._state = "new"  # then "running", then "ended", and again
         self._stopping: str | None = None  # None, "flush" or "hard"
@@ -102,7 +107,7 @@ class EngineLoop:
         with self._changed:
             if self._state != "ended":
                 self._inbox.append(message)
-                self._changed.notify_all()
+                self._tell()
 
     def post_work(self, message: Callable[[], None]) -> None:
         """`post`, unless no more work is taken: then ManagerStoppedError."""
@@ -129,7 +134,10 @@ class EngineLoop:
             release_idle_workers()  # the caller has probably just loaded the model
             interception.install()
             enter_eval(self.model)
-            self._thread = threading.Thread(target=self._run, name="hf_cb", daemon=True)
+            me, model = weakref.ref(self), weakref.ref(self.model)
+            weakref.finalize(self, self._news.set).atexit = False
+            arguments = (me, model, self._news, self._num_threads)
+            self._thread = threading.Thread(target=_run, args=arguments, name="hf_cb", daemon=True)
             self._thread.start()
 
     def stop(self, hard: bool = False, destroy: bool = False) -> None:
@@ -140,7 +148,7 @@ class EngineLoop:
             self._destroyed |= destroy
             if self._state == "running":
                 self._stopping = "hard" if hard or self._stopping == "hard" else "flush"
-                self._changed.notify_all()
+                self._tell()
                 return
             never_started = self._state == "new" and destroy
             self._state = "ended" if never_started else self._state
@@ -165,7 +173,7 @@ class EngineLoop:
             self._pausers[me] += 1
         try:
             with self._changed:
-                self._changed.notify_all()
+                self._tell()
                 self._changed.wait_for(lambda: self._paused or not self.is_running)
             yield
         finally:
@@ -173,27 +181,33 @@ class EngineLoop:
                 self.engine.kv.drop_cache()
                 self._pausers[me] -= 1
                 self._pausers += Counter()  # drops the zeros
-                self._changed.notify_all()
+                self._tell()
 
     def abandon_pauses(self) -> None:
         """Nobody will leave them any more."""
         with self._changed:
             self._pausers.clear()
-            self._changed.notify_all()
+            self._tell()
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        self._news.set()
 
     # ------------------------------------------------------------------------------------------------- by its thread
 
-    def _run(self) -> None:
+    def work(self) -> bool:
+        """Steps while there is work; whether there may be more later."""
         error: BaseException = RequestCancelledError("The manager was stopped before this request was finished.")
         try:
-            torch.set_num_threads(self._num_threads)  # OpenMP keeps its settings by thread
-            while self._next_messages():
+            while (next_move := self._next_move()) == "step":
                 self._deliver(self.engine.step(), None)
+            if next_move == "wait":
+                return True
         except BaseException as fatal:
             logger.exception("The generation thread died")
             self.fatal_error = error = fatal
-        finally:
-            self._end(error)
+        self._end(error)
+        return False
 
     def _end(self, error: BaseException) -> None:
         """Everybody who waits is woken, whatever else goes wrong."""
@@ -202,24 +216,27 @@ class EngineLoop:
             self._inbox.clear()
             self._paused = False
             self._changed.notify_all()
-        clean_ups = (self.engine.drop_all, partial(self._deliver, [], error), partial(leave_eval, self.model))
-        for clean_up in (*clean_ups, interception.uninstall):
+        leave = partial(_leave, self.model)
+        for clean_up in (self.engine.drop_all, partial(self._deliver, [], error), leave):
             try:
                 clean_up()
             except Exception:
                 logger.exception("Cleaning up after the generation thread failed")
 
-    def _next_messages(self) -> bool:
-        """Handles the inbox; waits while there is nothing to do or somebody pauses; False when it is time to end."""
+    def _next_move(self) -> str:
+        """Handles the inbox, and waits while somebody pauses or trains. Then "step", "wait" (for news) or "end"."""
         while True:
+            self._news.clear()
             with self._changed:
                 messages, self._inbox = self._inbox, []
             for message in messages:
                 message()
+            while self.dropped:
+                self._cancel(self.dropped.popleft())
             training = self._is_training()
             with self._changed:
                 if self._stopping == "hard":
-                    return False
+                    return "end"
                 if self._pausers:
                     self._paused = True
                     self._changed.notify_all()
@@ -228,13 +245,9 @@ class EngineLoop:
                 elif training:
                     self._changed.wait(POLL_S)
                 elif self.engine.has_work:
-                    return True  # also if messages keep coming
-                elif self._inbox:
-                    continue
-                elif self._stopping:
-                    return False
-                else:
-                    self._changed.wait_for(lambda: self._inbox or self._stopping or self._pausers)
+                    return "step"  # also if messages keep coming
+                elif not self._inbox:
+                    return "end" if self._stopping else "wait"
 
     def _is_training(self) -> bool:
         """Whether somebody has put the model in training mode while there is work: then it is not our step to take."""
@@ -256,3 +269,28 @@ class EngineLoop:
             )
         self._deliver(self.engine.expire(), None)
         return True
+
+
+def _run(
+    reference: weakref.ref[EngineLoop], model: weakref.ref[nn.Module], news: threading.Event, num_threads: int
+) -> None:
+    """The thread. While it waits it holds no loop, so that one that everybody has forgotten can go, with its model."""
+    torch.set_num_threads(num_threads)  # OpenMP keeps its settings by thread
+    while True:
+        loop = reference()
+        if loop is None:
+            _leave(model())
+            return
+        if not loop.work():
+            return
+        del loop
+        news.wait()
+
+
+def _leave(model: nn.Module | None) -> None:
+    """Undoes what `start` did."""
+    try:
+        if model is not None:
+            leave_eval(model)
+    finally:
+        interception.uninstall()

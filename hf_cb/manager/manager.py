@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
 import time
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,13 +13,15 @@ from hf_cb.attention import interception
 from hf_cb.config import EngineConfig
 from hf_cb.core import Request, Status, StepRecord, Update
 from hf_cb.engine.limits import check_ids, fit
-from hf_cb.errors import ManagerStoppedError, OptionError, QueueFullError
+from hf_cb.errors import ManagerStoppedError, OptionError
 from hf_cb.manager import kept
 from hf_cb.manager.build import build_engine
 from hf_cb.manager.compat import TransformersCalls
 from hf_cb.manager.handle import Handle
 from hf_cb.manager.loop import EngineLoop
+from hf_cb.manager.mailbox import Mailbox
 from hf_cb.manager.openmp import release_idle_workers
+from hf_cb.manager.registry import Registry
 from hf_cb.manager.router import Router
 from hf_cb.metrics.stats import ManagerStats
 from hf_cb.models.generation import Recipe, make_recipe
@@ -59,15 +60,12 @@ class ContinuousBatchingManager(TransformersCalls):
             self.engine = build_engine(model, self.config, need)
         self.router = Router()
         num_threads = self.config.num_threads or torch.get_num_threads()
-        self.loop = EngineLoop(self.engine, model, self._deliver, num_threads, self.config.train_mode_timeout)
+        self.loop = EngineLoop(
+            self.engine, model, self._deliver, self._cancel, num_threads, self.config.train_mode_timeout
+        )
         self._vocab_size = model.get_input_embeddings().weight.shape[0]
-        self._ids = itertools.count()
         self._seeds = seed_sequence(self.config.seed)
-        self._live: dict[str, Request] = {}  # guarded by _lock, as are the totals
-        self._cancelling: set[Request] = set()
-        self._lock = threading.Lock()
-        self._finished = 0
-        self._tokens = 0
+        self.registry = Registry(self.config.max_queue_size)
 
     # ----------------------------------------------------------------------------------------------------- submitting
 
@@ -79,6 +77,8 @@ class ContinuousBatchingManager(TransformersCalls):
         request_id: str | None = None,
         priority: int = 0,
         deadline: float | None = None,
+        queue_wait: float | None = None,
+        max_queue_time: float | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         index: int = 0,
@@ -92,8 +92,11 @@ class ContinuousBatchingManager(TransformersCalls):
             request_id: `req_N` if None.
             priority: for a policy of your own; the built-in ones do not look at it.
             deadline: seconds from now after which the request ends with "timeout".
+            queue_wait: seconds that this call may wait for room if `max_queue_size` is reached.
+            max_queue_time: seconds after which a request that has not started ends with "timeout". If None, both are
+                the config's.
 
-        Leaving an iteration over the handle does not cancel the request: `handle.cancel()` does.
+        The request lives as long as somebody holds its handle, or iterates over it: dropping that cancels it.
 
         Raises:
             PromptError, OptionError, TypeError, ValueError: about this request; nothing was added.
@@ -103,7 +106,14 @@ class ContinuousBatchingManager(TransformersCalls):
         prompt_ids = encode_prompt(prompt, tokenizer, chat_template_kwargs=chat_template_kwargs)
         recipe = self.recipe(generation_config, generation_kwargs, tokenizer)
         return self.submit_ids(
-            prompt_ids, recipe, request_id=request_id, priority=priority, deadline=deadline, index=index
+            prompt_ids,
+            recipe,
+            index=index,
+            queue_wait=self.config.queue_wait if queue_wait is None else queue_wait,
+            request_id=request_id,
+            priority=priority,
+            deadline=deadline,
+            max_queue_time=max_queue_time,
         )
 
     def recipe(
@@ -128,72 +138,63 @@ class ContinuousBatchingManager(TransformersCalls):
         prompt_ids: list[int],
         recipe: Recipe,
         *,
+        index: int = 0,
+        bounded: bool = True,
+        queue_wait: float = 0.0,
+        **options: Any,
+    ) -> Handle:
+        """`submit` for a prompt and options that are resolved already; `bounded=False` disregards `max_queue_size`."""
+        requests = self._make_requests(prompt_ids, recipe, **options)
+        mailbox = Mailbox(requests, index)
+        self._enqueue(requests, mailbox, bounded=bounded, queue_wait=queue_wait)
+        drop = partial(self.loop.dropped.append, requests)
+        return Handle(mailbox, lambda: self._post_cancel(requests), drop, recipe.tokenizer)
+
+    def _make_requests(
+        self,
+        prompt_ids: list[int],
+        recipe: Recipe,
         request_id: str | None = None,
         priority: int = 0,
         deadline: float | None = None,
-        index: int = 0,
-        bounded: bool = True,
-    ) -> Handle:
-        """`submit` for a prompt and options that are resolved already; `bounded=False` disregards `max_queue_size`."""
-        requests = self._make_requests(prompt_ids, recipe, request_id, priority, deadline)
-        handle = Handle(requests, lambda: self._post_cancel(requests), recipe.tokenizer, index)
-        self._enqueue(requests, handle, bounded=bounded)
-        return handle
-
-    def _make_requests(
-        self, prompt_ids: list[int], recipe: Recipe, request_id: str | None, priority: int, deadline: float | None
+        max_queue_time: float | None = None,
     ) -> list[Request]:
         """One request for each sequence, checked; all but the first are forks of it."""
         if request_id is not None and not isinstance(request_id, str):
             raise OptionError(f"request_id must be a string or None, not {request_id!r}.")
-        if deadline is not None and not (isinstance(deadline, (int, float)) and deadline > 0):
-            raise OptionError(f"deadline must be a positive number of seconds from now, not {deadline!r}.")
         check_ids(prompt_ids, self._vocab_size)
         params = recipe.for_prompt(prompt_ids)
-        end = None if deadline is None else time.perf_counter() + deadline
-        first = Request(request_id or "", prompt_ids, params, priority, end)
+        in_queue = self.config.max_queue_time if max_queue_time is None else max_queue_time
+        times = (_time_from_now("deadline", deadline), _time_from_now("max_queue_time", in_queue))
+        first = Request(request_id or "", prompt_ids, params, priority, *times)
         fit(first, self.engine.config, self.engine.kv)
-        first.request_id = request_id or self.next_id()  # last, so that refused prompts use up no ids
+        first.request_id = request_id or self.registry.next_id()  # last, so that refused prompts use up no ids
         requests = [first]
         for i in range(1, recipe.num_return_sequences):
             own = recipe.for_prompt(prompt_ids, derive_seed(params.seed, i))
             child = f"{first.request_id}__child#{i - 1}"
-            requests.append(Request(child, prompt_ids, own, priority, end, fork_of=first))
+            requests.append(Request(child, prompt_ids, own, priority, *times, fork_of=first))
         return requests
 
-    def next_id(self) -> str:
-        """A request id that no live request has."""
-        return next(name for i in self._ids if (name := f"req_{i}") not in self._live)
-
     def _enqueue(
-        self, requests: list[Request], handle: Handle | None, streaming: bool = False, bounded: bool = True
+        self,
+        requests: list[Request],
+        mailbox: Mailbox | None,
+        streaming: bool = False,
+        bounded: bool = True,
+        queue_wait: float = 0.0,
     ) -> None:
         self.loop.refuse_if_stopped()
         release_idle_workers()  # whoever submits is about to wait
-        with self._lock:  # to the end, so that nobody's cancellation overtakes the admission
-            if bounded and self.config.max_queue_size:
-                self._check_queue(len(requests))
+        with self.registry.entering(requests, bounded, queue_wait):
             for request in requests:
-                if request.request_id in self._live:
-                    raise OptionError(f"request_id={request.request_id!r} is in use by a live request: choose another.")
-            for request in requests:
-                self._live[request.request_id] = request
-                self.router.attach(request, handle, streaming)
+                self.router.attach(request, mailbox, streaming)
             try:
                 self.loop.post_work(lambda: self._admit(requests))
             except ManagerStoppedError:
                 for request in requests:
-                    self._live.pop(request.request_id, None)
                     self.router.detach(request)
                 raise
-
-    def _check_queue(self, count: int) -> None:
-        limit = self.config.max_queue_size
-        if count > limit:
-            raise OptionError(f"num_return_sequences={count} can never be queued with max_queue_size={limit}.")
-        queued = sum(r.status is Status.WAITING for r in self._live.values())
-        if queued + count > limit:
-            raise QueueFullError(f"{queued} requests wait and max_queue_size={limit}: try again later.")
 
     # -------------------------------------------------------------------------------------------------------- control
 
@@ -245,13 +246,13 @@ class ContinuousBatchingManager(TransformersCalls):
         pool, running = self.engine.kv.pool, len(self.engine.scheduler.running)
         return ManagerStats(
             running=running,
-            waiting=max(0, len(self._live) - running),
-            finished=self._finished,
+            waiting=max(0, len(self.registry) - running),
+            finished=self.registry.finished,
             blocks_held=pool.num_held,
             blocks_cached=pool.num_cached,
             blocks=pool.num_blocks,
             steps=self.engine.num_steps,
-            tokens=self._tokens,
+            tokens=self.registry.tokens,
         )
 
     def trace(self) -> list[StepRecord]:
@@ -259,11 +260,9 @@ class ContinuousBatchingManager(TransformersCalls):
         return list(self.engine.records)
 
     def _post_cancel(self, requests: list[Request]) -> None:
-        if self._cancelling.issuperset(requests):  # so that asking again and again keeps nobody busy
-            return
-        with self._lock:
-            self._cancelling.update(r for r in requests if self._live.get(r.request_id) is r)
-            self.loop.post(lambda: self._cancel(requests))
+        with self.registry.cancelling(requests) as untold:
+            if untold:
+                self.loop.post(lambda: self._cancel(requests))
 
     # --------------------------------------------------------------------------------------------- by the loop's thread
 
@@ -283,13 +282,15 @@ class ContinuousBatchingManager(TransformersCalls):
     def _deliver(self, updates: list[Update], error: BaseException | None) -> None:
         if error is not None:  # the loop has ended: so has every request, also one that it has not seen yet
             updates = [Update(request, []) for request in self.router.live()]
-        with self._lock:
-            for update in updates:
-                self._tokens += len(update.new_ids)
-                if update.finished or error is not None:
-                    self._finished += 1
-                    self._live.pop(update.request.request_id, None)
-                    self._cancelling.discard(update.request)
+        self.registry.leave(updates, everybody=error is not None)
         self.router.deliver(updates, error)
         if error is not None:
             self.router.queue.close()
+
+
+def _time_from_now(name: str, seconds: float | None) -> float | None:
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise OptionError(f"{name} must be a positive number of seconds from now, not {seconds!r}.")
+    return time.perf_counter() + seconds

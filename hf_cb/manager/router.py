@@ -1,4 +1,4 @@
-"""Where a step's news go: to a handle, or for transformers' own calls to a callback or the shared output queue."""
+"""Where a step's news go: to a mailbox, or for transformers' own calls to a callback or the shared output queue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from hf_cb.core import GenerationOutput, Request, Update
-from hf_cb.manager.handle import Handle, make_output
+from hf_cb.manager.mailbox import Mailbox, make_output
 
 
 class OutputQueue:
@@ -62,27 +62,27 @@ class Router:
 
     def __init__(self) -> None:
         self.queue = OutputQueue()
-        self._handles: dict[Request, Handle] = {}
+        self._mailboxes: dict[Request, Mailbox] = {}
         self._streaming: dict[Request, bool] = {}  # requests of transformers' own calls
         self._handlers: dict[str, tuple[Callable[[GenerationOutput], None], asyncio.AbstractEventLoop]] = {}
         self._lock = threading.Lock()
 
-    def attach(self, request: Request, handle: Handle | None, streaming: bool = False) -> None:
-        """Before the request runs: its news go to the handle, or, without one, the way of transformers' calls."""
+    def attach(self, request: Request, mailbox: Mailbox | None, streaming: bool = False) -> None:
+        """Before the request runs: its news go to the mailbox, or, without one, the way of transformers' calls."""
         with self._lock:
-            if handle is not None:
-                self._handles[request] = handle
+            if mailbox is not None:
+                self._mailboxes[request] = mailbox
             else:
                 self._streaming[request] = streaming
 
     def detach(self, request: Request) -> None:
         with self._lock:
-            self._handles.pop(request, None)
+            self._mailboxes.pop(request, None)
             self._streaming.pop(request, None)
 
     def live(self) -> list[Request]:
         with self._lock:
-            return [*self._handles, *self._streaming]
+            return [*self._mailboxes, *self._streaming]
 
     def register(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
         """Outputs of that request go to the callback, on this event loop; what came before is handed over first."""
@@ -100,11 +100,11 @@ class Router:
         for update in updates:
             request, finished = update.request, update.finished or error is not None
             with self._lock:
-                handle = self._handles.pop(request, None) if finished else self._handles.get(request)
+                mailbox = self._mailboxes.pop(request, None) if finished else self._mailboxes.get(request)
                 streaming = self._streaming.pop(request, None) if finished else self._streaming.get(request)
-            if handle is not None:
+            if mailbox is not None:
                 output = make_output(request, error) if finished else None
-                for loop, call in handle.push(request, update.new_ids, output):
+                for loop, call in mailbox.push(request, update.new_ids, output):
                     if loop is None:
                         call()
                     else:

@@ -18,8 +18,10 @@ def test_the_page_is_up_to_date() -> None:
     spec = importlib.util.spec_from_file_location("make_options", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    made_for = script.PAGE.read_text().count("| `")
-    if script.page().count("| `") != made_for:
+    theirs, theirs_now = (
+        text.split("EngineConfig(")[0].count("| `") for text in (script.PAGE.read_text(), script.page())
+    )
+    if theirs != theirs_now:
         pytest.skip(f"transformers {version('transformers')} has other fields than the version the page was made with")
     assert script.PAGE.read_text() == script.page(), "run python docs/make_options.py"
 

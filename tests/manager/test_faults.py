@@ -75,8 +75,12 @@ def test_pause_returns_when_the_loop_ends_meanwhile(manager, monkeypatch, how: s
 
 
 def test_an_interrupt_while_waiting_for_a_pause_leaves_none_behind(manager, monkeypatch) -> None:
-    def interrupted(*_):
-        raise KeyboardInterrupt
+    wait_for, me = manager.loop._changed.wait_for, threading.get_ident()
+
+    def interrupted(*args):
+        if threading.get_ident() == me:
+            raise KeyboardInterrupt
+        return wait_for(*args)
 
     with monkeypatch.context() as patch:
         patch.setattr(manager.loop._changed, "wait_for", interrupted)

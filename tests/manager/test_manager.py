@@ -21,11 +21,11 @@ def manager(shared_llama):
     config = EngineConfig(block_size=4)
     with shared_llama.continuous_batching_context_manager(continuous_batching_config=config) as manager:
         yield manager
-        for request in list(manager._live.values()):
+        for request in list(manager.registry._live.values()):
             manager.cancel_request(request.request_id)
         manager.stop()
     manager.engine.check_idle()
-    assert not manager._live and not manager.router.live() and not manager.router._handlers
+    assert not manager.registry._live and not manager.router.live() and not manager.router._handlers
 
 
 def test_handles_from_many_threads(shared_llama, manager) -> None:

@@ -37,8 +37,9 @@ def test_an_old_handle_does_not_cancel_a_new_request_of_the_same_id(manager) -> 
 
 
 def test_ids_given_by_the_caller_do_not_collide_with_automatic_ones(manager) -> None:
-    manager.submit(PROMPTS[0], greedy(100), request_id="req_0")
+    held = manager.submit(PROMPTS[0], greedy(100), request_id="req_0")
     assert manager.submit(PROMPTS[0], greedy(2)).request_id == "req_1"
+    held.cancel()
 
 
 def test_a_handler_that_raises_spoils_nobody_elses_news(manager) -> None:

@@ -1,0 +1,89 @@
+"""A request's news, between the engine's thread, which only appends token ids here, and whoever reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+from hf_cb.core import GenerationOutput, Request
+
+# Called by the engine's thread with a step's news: on the event loop if there is one, else at once: be quick
+Waker = tuple[asyncio.AbstractEventLoop | None, Callable[[], None]]
+
+
+class Stream:
+    """One sequence as its readers see it. Written by the engine's thread, under the mailbox's condition."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.token_ids: list[int] = []
+        self.output: GenerationOutput | None = None
+
+
+class Mailbox:
+    """The streams of one submission. The router holds it as long as it is alive; a caller's handle comes and goes."""
+
+    def __init__(self, requests: list[Request], index: int = 0) -> None:
+        self.requests = requests
+        self.index = index
+        self.streams = [Stream(r.request_id) for r in requests]
+        self.changed = threading.Condition()
+        self._wakers: list[Waker] = []
+
+    @property
+    def done(self) -> bool:
+        return all(s.output is not None for s in self.streams)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether all streams have ended, after at most `timeout` seconds."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.done, timeout)
+
+    def add_waker(self, waker: Waker) -> None:
+        """From now on, `waker` is called with every step's news."""
+        with self.changed:
+            self._wakers.append(waker)
+
+    def remove_waker(self, waker: Waker) -> None:
+        with self.changed:
+            self._wakers.remove(waker)
+
+    def push(self, request: Request, new_ids: list[int], output: GenerationOutput | None) -> list[Waker]:
+        """By the engine's thread: adds a step's news; returns who is to be woken."""
+        stream = self.streams[self.requests.index(request)]
+        with self.changed:
+            stream.token_ids.extend(new_ids)
+            if output is not None and stream.output is None:
+                output.index = self.index
+                stream.output = output
+            self.changed.notify_all()
+            return list(self._wakers)
+
+
+def make_output(request: Request, error: BaseException | None = None) -> GenerationOutput:
+    """A request's state as a GenerationOutput: the final one if it has ended, else the tokens so far."""
+    from transformers.generation.continuous_batching.requests import RequestStatus
+
+    error = error or request.exception
+    if error is not None:
+        status = RequestStatus.FAILED
+    elif request.finish_reason is not None:
+        status = RequestStatus.FINISHED
+    else:
+        status = RequestStatus.DECODING if request.num_output else RequestStatus.PREFILLING
+    return GenerationOutput(
+        request_id=request.request_id,
+        prompt_ids=list(request.prompt_ids),
+        generated_tokens=request.output_ids,
+        logprobs=list(request.logprobs),
+        error=None if error is None else f"{type(error).__name__}: {error}",
+        status=status,
+        created_time=request.created,
+        lifespan=(request.started or -1, request.finished or (time.perf_counter() if error else -1)),
+        timestamps=list(request.timestamps),
+        finish_reason="error" if error is not None else request.finish_reason,
+        metrics=request.metrics,
+        exception=error if isinstance(error, Exception) else None,
+    )

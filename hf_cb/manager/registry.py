@@ -1,0 +1,98 @@
+"""Which requests of a manager are alive, and whether one more may come."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from hf_cb.core import Request, Status, Update
+from hf_cb.errors import OptionError, QueueFullError
+
+POLL_S = 0.02  # how often a submission that waits looks whether there is room
+
+
+class Registry:
+    """Live requests by id, under one lock; and totals.
+
+    Args:
+        limit: waiting requests beyond which a submission is rejected; 0 for none.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.finished = 0
+        self.tokens = 0
+        self._live: dict[str, Request] = {}
+        self._cancelling: set[Request] = set()
+        self._ids = itertools.count()
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def get(self, request_id: str) -> Request | None:
+        return self._live.get(request_id)
+
+    def next_id(self) -> str:
+        """A request id that no live request has."""
+        return next(name for i in self._ids if (name := f"req_{i}") not in self._live)
+
+    @contextmanager
+    def entering(self, requests: Sequence[Request], bounded: bool, wait: float) -> Iterator[None]:
+        """Inside, the requests are alive and nobody's cancellation can overtake them; an exception takes them out.
+
+        Raises:
+            QueueFullError: no room for them within `wait` seconds, with the numbers.
+            OptionError: their id is in use, or so many can never wait at once.
+        """
+        with self._changed:
+            if bounded and self.limit:
+                self._wait_for_room(len(requests), wait)
+            for request in requests:
+                if request.request_id in self._live:
+                    raise OptionError(f"request_id={request.request_id!r} is in use by a live request: choose another.")
+            self._live.update((r.request_id, r) for r in requests)
+            try:
+                yield
+            except BaseException:
+                for request in requests:
+                    del self._live[request.request_id]
+                raise
+
+    def _wait_for_room(self, count: int, wait: float) -> None:
+        if count > self.limit:
+            raise OptionError(f"num_return_sequences={count} can never be queued with max_queue_size={self.limit}.")
+        end = time.monotonic() + wait
+        while (queued := sum(r.status is Status.WAITING for r in self._live.values())) + count > self.limit:
+            left = end - time.monotonic()
+            if left <= 0:
+                waited = f" after {wait:g} s" if wait else ""
+                raise QueueFullError(
+                    f"{queued} requests wait{waited} and max_queue_size={self.limit}: try again later, or let submit "
+                    f"wait longer (queue_wait)."
+                )
+            self._changed.wait(min(left, POLL_S))
+
+    def leave(self, updates: Iterable[Update], everybody: bool = False) -> None:
+        """Counts a step's tokens, and forgets the requests that have ended (`everybody`: all of them have)."""
+        with self._changed:
+            for update in updates:
+                self.tokens += len(update.new_ids)
+                if update.finished or everybody:
+                    self.finished += 1
+                    self._live.pop(update.request.request_id, None)
+                    self._cancelling.discard(update.request)
+            self._changed.notify_all()
+
+    @contextmanager
+    def cancelling(self, requests: Sequence[Request]) -> Iterator[bool]:
+        """Whether somebody has yet to be told to cancel them; inside, none of them can enter or leave."""
+        if self._cancelling.issuperset(requests):  # so that asking again and again keeps nobody busy
+            yield False
+            return
+        with self._changed:
+            self._cancelling.update(r for r in requests if self._live.get(r.request_id) is r)
+            yield True

@@ -1,0 +1,198 @@
+"""Whoever lets go of a request, an iteration, a manager or a model leaves nothing behind; and waiting for a place."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+from tiny_models import greedy, make_model, make_prompts
+
+from hf_cb import EngineConfig
+from hf_cb.errors import OptionError, QueueFullError
+
+pytestmark = pytest.mark.usefixtures("patched")
+PROMPTS = make_prompts([5, 9, 20])
+
+
+def wait_until(condition: Any, seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.005)
+    return bool(condition())
+
+
+def test_a_dropped_handle_cancels_its_request(manager) -> None:
+    handle = manager.submit(PROMPTS[0], greedy(245), num_return_sequences=2, do_sample=True)
+    next(iter(handle))
+    mailbox = weakref.ref(handle.mailbox)
+    del handle
+    assert wait_until(lambda: manager.stats().running == 0 and len(manager.registry) == 0)
+    assert wait_until(lambda: mailbox() is None), "nobody keeps what nobody can read"
+    assert manager.engine.scheduler.running == []
+
+
+def test_a_dropped_handle_of_a_finished_request(manager) -> None:
+    handle = manager.submit(PROMPTS[0], greedy(2))
+    handle.result(5)
+    del handle
+    gc.collect()
+    assert not manager.loop.dropped
+
+
+def test_a_handle_is_held_by_its_iteration(manager) -> None:
+    assert sum(len(d.token_ids) for d in manager.submit(PROMPTS[0], greedy(30))) == 30
+
+
+def test_an_abandoned_iteration_cancels(manager) -> None:
+    for _ in manager.submit(PROMPTS[0], greedy(245)):
+        break
+    assert wait_until(lambda: len(manager.registry) == 0)
+
+
+def test_a_left_iteration_of_a_held_handle_does_not(manager) -> None:
+    handle = manager.submit(PROMPTS[0], greedy(30))
+    for _ in handle:
+        break
+    assert len(handle.result(5).generated_tokens) == 30
+
+
+def test_an_abandoned_async_iteration_cancels(manager) -> None:
+    async def main() -> None:
+        async for _ in manager.submit(PROMPTS[0], greedy(245)):
+            break
+        task = asyncio.ensure_future(collect())
+        await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def collect() -> None:
+        await manager.submit(PROMPTS[1], greedy(245))
+
+    asyncio.run(main())
+    assert wait_until(lambda: len(manager.registry) == 0)
+
+
+def test_handles_dropped_while_locks_are_held(manager) -> None:
+    """A collection may come at any moment, also where one of our locks is held by this very thread."""
+    for lock in (manager.registry._changed, manager.loop._changed, manager.router._lock, manager.router.queue._changed):
+        handle = manager.submit(PROMPTS[0], greedy(245))
+        with lock:
+            del handle
+            gc.collect()
+    assert wait_until(lambda: len(manager.registry) == 0)
+
+
+def test_waiting_for_a_place(patched, shared_llama) -> None:
+    config = EngineConfig(max_queue_size=1, max_num_seqs=1, queue_wait=30.0)
+    with shared_llama.continuous_batching_context_manager(continuous_batching_config=config) as manager:
+        handles = [manager.submit(PROMPTS[0], greedy(20)) for _ in range(5)]  # each waits for its place
+        assert all(h.result(5).error is None for h in handles)
+        running, queued = (manager.submit(PROMPTS[0], greedy(245)) for _ in range(2))
+        began = time.monotonic()
+        with pytest.raises(QueueFullError, match="1 requests wait after 0.1 s and max_queue_size=1"):
+            manager.submit(PROMPTS[0], greedy(2), queue_wait=0.1)
+        assert time.monotonic() - began >= 0.1
+        with pytest.raises(QueueFullError, match="1 requests wait and"):
+            manager.submit(PROMPTS[0], greedy(2), queue_wait=0)
+        assert running.cancel() is None and queued.cancel() is None
+
+
+def test_waiting_for_a_place_ends_with_the_manager(patched, shared_llama) -> None:
+    from hf_cb.errors import ManagerStoppedError
+
+    manager = shared_llama.init_continuous_batching(continuous_batching_config=EngineConfig(max_queue_size=1))
+    manager.start()
+    errors: list[Exception] = []
+    with manager.pause():
+        handle = manager.submit(PROMPTS[0], greedy(2))
+
+        def submit() -> None:
+            try:
+                manager.submit(PROMPTS[0], greedy(2), queue_wait=60)
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=submit)
+        thread.start()
+        stopping = threading.Thread(target=manager.stop, kwargs={"hard_stop": True})
+        stopping.start()
+        time.sleep(0.05)
+    stopping.join(5)
+    thread.join(5)
+    assert not thread.is_alive() and [type(e) for e in errors] == [ManagerStoppedError]
+    assert handle.done
+
+
+def test_too_long_in_the_queue(patched, shared_llama) -> None:
+    config = EngineConfig(max_num_seqs=1, max_queue_time=0.05)
+    with shared_llama.continuous_batching_context_manager(continuous_batching_config=config) as manager:
+        first = manager.submit(PROMPTS[0], greedy(245))
+        next(iter(first))
+        late = manager.submit(PROMPTS[1], greedy(2))
+        patient = manager.submit(PROMPTS[1], greedy(2), max_queue_time=60)
+        result = late.result(5)
+        assert result.finish_reason == "timeout" and result.generated_tokens == [] and result.metrics.queue_s >= 0.05
+        first.cancel()
+        assert patient.result(5).finish_reason == "length"
+        with pytest.raises(OptionError, match="max_queue_time"):
+            manager.submit(PROMPTS[0], greedy(2), max_queue_time=-1)
+
+
+def test_a_preempted_request_is_not_in_the_queue() -> None:
+    """It has started: the time in the queue is over for good."""
+    model = make_model()
+    config = EngineConfig(block_size=4, num_blocks=15, max_queue_time=0.5)
+    with model.continuous_batching_context_manager(continuous_batching_config=config) as manager:
+        with manager.pause():
+            handles = [manager.submit(p, greedy(30)) for p in make_prompts([20, 19])]
+        results = [h.result(20) for h in handles]
+    assert [r.finish_reason for r in results] == ["length"] * 2
+    assert sum(r.metrics.preemptions for r in results) > 0
+
+
+def test_a_forgotten_manager_and_its_model_go() -> None:
+    model = make_model()
+    manager = model.init_continuous_batching()
+    manager.start()
+    manager.submit(PROMPTS[0], greedy(3)).result(5)
+    thread, gone = manager.loop._thread, weakref.ref(model)
+    del manager, model
+    assert wait_until(lambda: gone() is None and not thread.is_alive())
+
+
+def test_a_forgotten_manager_leaves_the_model_as_it_was() -> None:
+    model = make_model().train()
+    manager = model.init_continuous_batching()
+    manager.start()
+    thread = manager.loop._thread
+    assert not model.training
+    del manager
+    assert wait_until(lambda: not thread.is_alive() and model.training)
+
+
+def test_a_forgotten_manager_finishes_what_somebody_waits_for() -> None:
+    model = make_model()
+    manager = model.init_continuous_batching()
+    manager.start()
+    handle = manager.submit(PROMPTS[0], greedy(60))
+    del manager
+    gc.collect()
+    assert len(handle.result(10).generated_tokens) == 60
+
+
+def test_many_managers_and_models() -> None:
+    models = [make_model(seed=i) for i in range(3)]
+    managers = [m.init_continuous_batching() for m in (*models, models[0])]
+    for manager in managers:
+        manager.start()
+    handles = [m.submit(p, greedy(10)) for p in PROMPTS for m in managers]
+    tokens = [h.result(20).generated_tokens for h in handles]
+    assert tokens[0::4] == tokens[3::4] and tokens[0::4] != tokens[1::4]
+    for manager in managers:
+        manager.stop()
