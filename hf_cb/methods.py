@@ -9,12 +9,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hf_cb.config import EngineConfig
 from hf_cb.core import Delta, GenerationOutput
 from hf_cb.manager import calls, kept, session
 from hf_cb.manager.manager import ContinuousBatchingManager
+from hf_cb.text.prompts import media_inputs
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -38,7 +37,8 @@ class Settings:
     def tokenizer_of(self, model: Any, tokenizer: Any) -> Any:
         """The one given, or the one from `accelerate`, or the one in the model's own folder."""
         tokenizer = tokenizer or self.tokenizer or _folder_tokenizer(model)
-        return getattr(tokenizer, "tokenizer", tokenizer)  # a processor of text and images has one inside
+        is_processor = any(cls.__name__ == "ProcessorMixin" for cls in type(tokenizer).__mro__)
+        return tokenizer.tokenizer if is_processor else tokenizer
 
 
 def generate_batch(
@@ -170,7 +170,7 @@ def _batch(
 ) -> calls.Batch:
     """The arguments of a call, sorted; `generate_batch(**tokenizer(...))` works too."""
     options.pop("token_type_ids", None)
-    if not torch.as_tensor(options.get("mm_token_type_ids", 0)).any():  # a processor's way to say that all is text
+    if not media_inputs({"mm_token_type_ids": options.get("mm_token_type_ids")}):
         options.pop("mm_token_type_ids", None)
     if inputs is None:
         inputs = options.pop("input_ids", None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +22,6 @@ class ResolvedConfig:
     prefix_caching: bool
     trace_steps: int
     reasons: dict[str, str] = field(default_factory=dict)
-
-    def without_prefix_caching(self) -> ResolvedConfig:
-        """For a path on which requests share nothing."""
-        return dataclasses.replace(self, prefix_caching=False)
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,7 @@ def resolve(config: EngineConfig, around: Surroundings) -> ResolvedConfig:
     states = 2 * around.state_bytes  # a request's own, and its row in the batch of those that decode
     if usual_seqs * states > room // 2:
         usual_seqs = max(1, room // 2 // states)
-        why_seqs = f"half of {room / 2**30:.2f} GiB holds that many states of {around.state_bytes} bytes, twice"
+        why_seqs = f"recurrent states of {around.state_bytes} bytes may take half of {room / 2**30:.2f} GiB"
     max_num_seqs = auto("max_num_seqs", usual_seqs, why_seqs)
     max_batch_tokens = auto("max_batch_tokens", 512 if on_cpu else 8192, f"usual on {around.device_type}")
     prefill_chunk = auto("prefill_chunk", max_batch_tokens, "a prompt may use the whole step")
@@ -89,7 +84,12 @@ def resolve(config: EngineConfig, around: Surroundings) -> ResolvedConfig:
         num_blocks = parse_bytes(config.kv_budget) // per_block
         why["num_blocks"] = f"kv_budget={config.kv_budget} bytes at {per_block} bytes a block"
     else:
-        room = max(0, room - seqs * states)
+        if seqs * states > 0.9 * room:
+            raise OptionError(
+                f"The recurrent states of {seqs} requests take {seqs * states / 2**30:.1f} GiB, and "
+                f"{room / 2**30:.1f} GiB may be used: lower max_num_seqs, or raise max_memory_fraction."
+            )
+        room -= seqs * states
         num_blocks = min(need, room // per_block)
         why["num_blocks"] = (
             f"{fraction:.0%} of {around.free_bytes / 2**30:.1f} GiB free, at most {room / 2**30:.2f} GiB, "

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from tiny_models import generate_alone, greedy, make_model, make_prompts, make_tokenizer
-from transformers import BatchEncoding
+from transformers import BatchEncoding, ProcessorMixin
 
 import hf_cb
 from hf_cb import EngineConfig, OptionError
@@ -101,7 +101,7 @@ def test_a_twin_that_does_not_run_is_no_obstacle(monkeypatch) -> None:
 def test_a_model_that_needs_an_image_is_refused() -> None:
     model = make_composite("Blip2ForConditionalGeneration")
     assert hf_cb.explain(model).path == "refused"
-    with pytest.raises(hf_cb.UnsupportedModelError, match="Blip2.*does not generate from text alone"):
+    with pytest.raises(hf_cb.UnsupportedModelError, match="generate's own steps fail for Blip2.*pixel_values"):
         model.generate_batch(make_prompts([3]), greedy(2))
 
 
@@ -110,7 +110,7 @@ PIXELS = np.zeros((1, 3, 4, 4), dtype=np.float32)
 
 def test_inputs_beside_text_are_refused_by_name() -> None:
     model = make_composite("LlavaForConditionalGeneration")
-    with pytest.raises(OptionError, match="pixel_values= is an input beside text"):
+    with pytest.raises(OptionError, match="pixel_values=: hf_cb takes text only"):
         model.generate_batch([[3, 4]], greedy(2), pixel_values=PIXELS)
     encoding = BatchEncoding({"input_ids": [[3, 4]], "attention_mask": [[1, 1]], "pixel_values": PIXELS})
     with pytest.raises(PromptError, match="pixel_values: hf_cb takes text only"):
@@ -140,9 +140,20 @@ def test_what_a_processor_returns_for_text() -> None:
 
 
 def test_a_processor_in_the_tokenizers_place() -> None:
-    class Processor:
-        tokenizer = make_tokenizer()
+    class Processor(ProcessorMixin):
+        def __init__(self) -> None:
+            self.tokenizer = make_tokenizer()
 
     model = make_model()
     found = model.generate_batch(["the answer"], greedy(3), tokenizer=Processor())["req_0"]
     assert found.error is None and found.text is not None
+
+
+def test_what_else_a_row_may_have() -> None:
+    """Rows of a table, encodings of odd tokenizers: what is not media is none of our business."""
+    row = {"input_ids": [3, 4], "text": "the", "label": 1, "position_ids": [0, 1], "mm_token_type_ids": [0, 0]}
+    assert make_model().generate_batch([row], greedy(2))["req_0"].error is None
+    marked = make_model().generate_batch([row | {"mm_token_type_ids": [0, 1]}], greedy(2))["req_0"]
+    assert "mm_token_type_ids: hf_cb takes text only" in marked.error
+    with pytest.raises(OptionError, match="images=: hf_cb takes text only"):
+        make_model().generate_batch([[3, 4]], greedy(2), images=[1])

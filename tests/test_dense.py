@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -45,7 +47,7 @@ def test_requests_of_all_lengths_come_and_go(family: str, changes: dict[str, Any
         cancelled.result(timeout=60)
     assert [r.generated_tokens for r in results] == want
     assert sum(record.preempted for record in manager.trace()) > 0
-    assert len(manager.engine.runner.lanes) == 0
+    assert len(manager.engine.runner) == 0
     manager.engine.check_idle()
 
 
@@ -54,9 +56,9 @@ def test_a_step_is_one_forward(dense_only, monkeypatch) -> None:
     rows: list[int] = []
     together = DenseModel._decode_together
 
-    def count(self: DenseModel, requests: list[Request]) -> torch.Tensor:
+    def count(self: DenseModel, lanes: Lanes, requests: list[Request]) -> dict[Request, torch.Tensor]:
         rows.append(len(requests))
-        return together(self, requests)
+        return together(self, lanes, requests)
 
     hf_cb.explain(model)
     monkeypatch.setattr(DenseModel, "_decode_together", count)
@@ -89,7 +91,7 @@ def test_join_and_take_apart() -> None:
     assert whole.layers[0].keys[0, 0, :, 0].tolist() == [0.0] * 7 + [1.0] * 2
     for i in range(2):
         whole.update(torch.full((2, 2, 1, 3), 5.0), torch.full((2, 2, 1, 3), 6.0), i)
-    first, second = (lanes.take(whole, row, length, 10) for row, length in ((0, 3), (1, 10)))
+    first, second = (lanes.select(whole, slice(row, row + 1), length, 10) for row, length in ((0, 3), (1, 10)))
     assert first.layers[0].keys[0, 0, :, 0].tolist() == [1.0, 1.0, 5.0]
     assert first.layers[1].keys[0, 0, :, 0].tolist() == [1.0, 1.0, 5.0] and first.layers[1].cumulative_length == 3
     assert second.layers[0].values[0, 0, :, 0].tolist() == [3.0] * 9 + [6.0]
@@ -103,17 +105,33 @@ def test_what_cannot_be_one_batch() -> None:
         lanes.join([{"window": 3}, {"window": 4}])
 
 
+def test_lanes_join_and_leave() -> None:
+    a, b, c, d = (request(name) for name in "abcd")
+    found = Lanes()
+    for value, r in enumerate((a, b, c, d)):
+        found.put(r, {"keys": torch.full((1, 1, value + 1, 1), float(value))}, value + 1)
+    joined, order = found.together([b, a])
+    assert order == [b, a] and found.together([a, b])[0] is joined
+    joined, order = found.together([d, b, c])  # a leaves, two come; the row that stays comes first
+    assert order == [b, d, c] and joined["keys"][:, 0, :, 0].tolist() == [[0, 0, 1, 1], [3, 3, 3, 3], [0, 2, 2, 2]]
+    joined, order = found.together([b, c])  # with the longest gone, its padding goes too
+    assert order == [b, c] and joined["keys"][:, 0, :, 0].tolist() == [[0, 1, 1], [2, 2, 2]]
+    assert [found.one(r)["keys"].flatten().tolist() for r in (a, d)] == [[0], [3, 3, 3, 3]]
+
+
 def test_lanes_forget() -> None:
     a, b, c = (request(name) for name in "abc")
     found = Lanes()
     for value, r in enumerate((a, b, c)):
         found.put(r, {"state": torch.full((1, 2), float(value))})
-    joined = found.together([a, b])
-    assert found.together([a, b]) is joined
+    joined, _ = found.together([a, b])
     joined["state"][:] += 10
     found.forget(a)
     found.put(a, {"state": torch.full((1, 2), 99.0)})  # back after a preemption: its old row is nothing to it
     assert [found.one(r)["state"][0, 0].item() for r in (a, b, c)] == [99.0, 11.0, 2.0]
+    memory = weakref.ref(found.together([b, c])[0]["state"])
+    del joined
     for r in (a, b, c):
         found.forget(r)
-    assert len(found) == 0
+    gc.collect()
+    assert len(found) == 0 and memory() is None, "the batch goes with its last request"

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from test_recurrent import make_hybrid
+from test_rope import CASES, alone
 from tiny_models import SHAPE, generate_alone, greedy, make_model, make_prompts
 
 import hf_cb
@@ -88,6 +90,29 @@ def test_dense_path() -> None:
     model = accelerate.cpu_offload(plain)
     assert [r.generated_tokens for r in model.generate_batch(PROMPTS, greedy(6)).values()] == want
     assert hf_cb.explain(model).path == "dense"
+
+
+@pytest.mark.parametrize("name", ["Bamba", "FalconH1", "Qwen3Next", "Mamba"])
+def test_recurrent_layers(name: str) -> None:
+    plain = make_hybrid(name)
+    want = [generate_alone(plain, p, greedy(6)) for p in PROMPTS]
+    model = accelerate.cpu_offload(plain)
+    before = seen(model)
+    config = EngineConfig(block_size=4, max_batch_tokens=8)
+    assert [r.generated_tokens for r in model.generate_batch(PROMPTS, greedy(6), config).values()] == want
+    assert hf_cb.explain(model).path == "paged" and seen(model) == before
+
+
+@pytest.mark.parametrize("case", ["dynamic", "longrope, keys computed again"])
+def test_rotary_scaling_by_length(case: str) -> None:
+    family, changes = CASES[case]
+    plain = make_model(family, **changes)
+    prompts = make_prompts([5, 31, 45])
+    want = alone(plain, prompts, 6)
+    model = accelerate.dispatch_model(plain, {"": "cpu"}, main_device="cpu", force_hooks=True)
+    accelerate.hooks.add_hook_to_module(model.model.rotary_emb, accelerate.hooks.AlignDevicesHook("cpu"))
+    assert [r.generated_tokens for r in model.generate_batch(prompts, greedy(6)).values()] == want
+    assert hf_cb.explain(model).path == "paged"
 
 
 def test_equal_beginnings_are_shared() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from tiny_models import SHAPE, generate_alone, greedy, make_prompts
 
 import hf_cb
 from hf_cb import EngineConfig
+from hf_cb.attention import interception
+from hf_cb.errors import ModelChangedError
+from hf_cb.models.trace import trace_layers
 
 pytestmark = pytest.mark.usefixtures("patched")
 
@@ -111,6 +115,30 @@ def test_the_model_is_as_before() -> None:
     hf_cb.unpatch()
     assert cls.forward is before
     hf_cb.patch()
+
+
+@pytest.mark.parametrize("std", [0.02, 0.2])
+def test_weights_that_hide_a_forgotten_state(std: float) -> None:
+    """Small ones leave little of the state in a result: whether it is used cannot be told by its size."""
+    model = make_hybrid("Mamba")
+    for parameter in model.backbone.layers[0].parameters():
+        torch.nn.init.normal_(parameter, std=std)
+    prompts = make_prompts([30, 21, 9])
+    want = [generate_alone(model, p, greedy(10)) for p in prompts]
+    results = model.generate_batch(prompts, greedy(10), EngineConfig(prefill_chunk=5))
+    assert [r.generated_tokens for r in results.values()] == want
+    with interception.installed():
+        assert trace_layers(model).recurrent.restarting == {type(model.backbone.layers[0].mixer)}
+
+
+def test_a_replaced_forward_is_an_error() -> None:
+    model = make_hybrid("Mamba")
+    with model.continuous_batching_context_manager() as manager:
+        manager.submit(make_prompts([5])[0], greedy(2)).result(timeout=60)
+        for layer in model.backbone.layers:
+            layer.mixer.forward = functools.partial(type(layer.mixer).forward.__wrapped__, layer.mixer)
+        with pytest.raises(ModelChangedError, match="4 modules that must see each request by itself were not reached"):
+            manager.submit(make_prompts([5])[0], greedy(2)).result(timeout=60)
 
 
 def test_explain_names_the_states() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -53,6 +53,11 @@ class Step(Protocol):
         """By the id of a module: what runs in place of its forward."""
         ...
 
+    @property
+    def driven(self) -> set[int]:
+        """The ids of those whose call has arrived."""
+        ...
+
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, sinks: Tensor | None
     ) -> Tensor:
@@ -64,15 +69,19 @@ _STEP: ContextVar[Step | None] = ContextVar("hf_cb_step", default=None)
 
 
 @contextmanager
-def stepping(step: Step, driven: Iterable[type[nn.Module]] = ()) -> Iterator[None]:
-    """Inside, attention in this thread goes to `step`, and so do modules of the `driven` classes. Needs `install()`."""
-    for cls in driven:
-        _wrap_forward(cls)
-    token = _STEP.set(step)
-    try:
-        yield
-    finally:
-        _STEP.reset(token)
+def stepping(step: Step, modules: Iterable[nn.Module] = ()) -> Iterator[None]:
+    """Inside, attention in this thread goes to `step`, and so do calls of these modules. Needs `install()`."""
+    with ExitStack() as hooked:
+        for module in modules:
+            if "_old_forward" in vars(module):
+                hooked.enter_context(_under_hook(module))
+            else:
+                _wrap_forward(type(module))
+        token = _STEP.set(step)
+        try:
+            yield
+        finally:
+            _STEP.reset(token)
 
 
 # ---------------------------------------------------------------------------------------------------------- attention
@@ -190,15 +199,7 @@ def _wrap_forward(cls: type[nn.Module]) -> None:
 
     @functools.wraps(forward)
     def driven(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        step = _STEP.get()
-        drive = step.drives.get(id(self)) if step is not None else None
-        if drive is None:
-            return forward(self, *args, **kwargs)
-        token = _STEP.set(None)  # its own forward runs as it does outside of a step
-        try:
-            return drive(functools.partial(forward, self), args, kwargs)
-        finally:
-            _STEP.reset(token)
+        return _call(self, functools.partial(forward, self), args, kwargs)
 
     with _lock:
         if _users == 0:
@@ -206,6 +207,31 @@ def _wrap_forward(cls: type[nn.Module]) -> None:
         if cls not in _driven:
             _replace(cls, "forward", driven)
             _driven.add(cls)
+
+
+@contextmanager
+def _under_hook(module: Any) -> Iterator[None]:
+    """accelerate gives a module a forward of its own, which loads the weights and calls `_old_forward`."""
+    forward = module._old_forward
+    module._old_forward = lambda *args, **kwargs: _call(module, forward, args, kwargs)
+    try:
+        yield
+    finally:
+        module._old_forward = forward
+
+
+def _call(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A driven module is called: its drive runs, if this thread is in a step, and else its own forward."""
+    step = _STEP.get()
+    drive = step.drives.get(id(module)) if step is not None else None
+    if step is None or drive is None:
+        return forward(*args, **kwargs)
+    step.driven.add(id(module))
+    token = _STEP.set(None)  # inside, everything is as outside of a step
+    try:
+        return drive(forward, args, kwargs)
+    finally:
+        _STEP.reset(token)
 
 
 def _wrap_all() -> None:

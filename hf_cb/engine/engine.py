@@ -9,55 +9,24 @@ from __future__ import annotations
 import time
 import traceback
 from collections import deque
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from hf_cb.core import FinishReason, PlanPart, Request, Status, StepBatch, StepPlan, StepRecord, Update
+from hf_cb.core import FinishReason, PlanPart, Request, Status, StepPlan, StepRecord, Update
 from hf_cb.engine import batch as batching
 from hf_cb.engine import records
 from hf_cb.engine.kv_cache import KVCache
 from hf_cb.engine.limits import fit
 from hf_cb.engine.policies import Policy
 from hf_cb.engine.recovery import Recovery
+from hf_cb.engine.runner import Runner
 from hf_cb.engine.sampler import Sampled, Sampler, SamplingStep
 from hf_cb.engine.scheduler import Scheduler
 from hf_cb.engine.speculation import DraftSource
 from hf_cb.engine.stopping import check_stop, is_late
 from hf_cb.errors import ModelChangedError
-from hf_cb.models.groups import LayerGroup
 from hf_cb.sizes import ResolvedConfig
-
-
-class Runner(Protocol):
-    """The forward of a step, as the engine sees it (`models.paged.PagedModel` is one)."""
-
-    groups: list[LayerGroup]
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether a request can start behind tokens that another has computed: everything is in the blocks then."""
-        ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def forward(self, batch: StepBatch) -> Tensor: ...
-
-    def weights_key(self) -> object:
-        """Changes when cached keys and values are no longer those of the weights."""
-        ...
-
-    def key_regime(self, request: Request) -> Hashable:
-        """Requests of different regimes share no keys; when a request's moves, its keys are computed again."""
-        ...
-
-    def forget(self, request: Request) -> None:
-        """It has ended or was preempted: state that is kept for it is of no use any more."""
-        ...
 
 
 @dataclass
@@ -90,6 +59,7 @@ class Engine:
         self.sampler = sampler or Sampler()
         self.records: deque[StepRecord] = deque(maxlen=config.trace_steps)
         self.recovery = Recovery()
+        self.recovers = True  # False: what a step raises is raised
         self.num_steps = 0
         self._weights_key: object = None
         self._timed: set[Request] = set()  # those that time can end
@@ -140,6 +110,8 @@ class Engine:
             sampled = self.sampler.sample(logits, plan.parts)
             self.recovery.succeeded()
         except Exception as error:
+            if not self.recovers:
+                raise
             plan, sampled = self._recover(plan, error)
         times += [time.perf_counter()] * (5 - len(times))
         return InFlight(plan, sampled, times)
@@ -269,6 +241,7 @@ class Engine:
             self._finish(request, reason)
         elif (regime := self.runner.key_regime(request)) != request.regime:
             self.kv.restart(request, regime)
+            self.runner.forget(request)
         return Update(request, new_ids)
 
     def _append(self, request: Request, found: Sampled, now: float) -> FinishReason | None:

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hf_cb")
 
 SMALL = 3_000_000  # parameters up to which a float32 model is its own twin
-LENGTHS, NEW_TOKENS = (21, 5), 6  # on a twin: past a window of 8, in chunks of 8
-SHORT_LENGTHS, SHORT_NEW_TOKENS = (5, 3), 2  # on the model itself
+LENGTHS, NEW_TOKENS = (21, 5), 6  # on a twin: past a window of 8, in chunks
+SHORT_LENGTHS, SHORT_NEW_TOKENS = (7, 3), 2  # on the model itself
+BUDGET = 4  # tokens of a step: all prompts are cut into chunks
 # how far logits may be apart, relative to the largest: rounding is far below, a wrong key far above
 TOLERANCE = {torch.float32: 2e-4, torch.float64: 1e-6, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 # of a quantised model in half precision, whose twin has agreed: a quantised activation turns a last bit into a whole
@@ -47,6 +48,10 @@ class Verdict:
 
     path: str
     reason: str
+
+
+class _DoesNotRun(UnsupportedModelError):
+    """`generate`'s own steps fail, so there is nothing to compare with."""
 
 
 _lock = threading.RLock()
@@ -90,7 +95,7 @@ def _judge_twin(model: PreTrainedModel) -> Verdict | None:
         return None
     try:
         return _first_right(twin, LENGTHS, NEW_TOKENS, PATHS)
-    except UnsupportedModelError as error:
+    except _DoesNotRun as error:
         logger.info("No tiny twin tells the path of %s: %s", type(model).__name__, error)
         return None
 
@@ -144,17 +149,16 @@ def _alone(model: PreTrainedModel, prompts: dict[str, list[int]], new_tokens: in
         try:
             want |= _run(_build("single", _small_copy(model) or model), {request_id: prompt}, new_tokens).seen
         except Exception as error:
-            raise UnsupportedModelError(f"{name} does not generate from text alone: {error}") from error
+            why = f"{type(error).__name__}: {error}"
+            raise _DoesNotRun(f"generate's own steps fail for {name} with text alone: {why}") from error
     if not all(row.isfinite().any() for rows in want.values() for row in rows):
         kind = str(model.dtype).removeprefix("torch.")
-        raise UnsupportedModelError(
-            f"{name} computes NaN in {kind}, in generate's own steps too: load it in another dtype."
-        )
+        raise _DoesNotRun(f"{name} computes NaN in {kind}, in generate's own steps too: load it in another dtype.")
     return want
 
 
 def _build(path: str, model: PreTrainedModel) -> Engine:
-    options = EngineConfig(block_size=4, max_batch_tokens=8, num_blocks=200)
+    options = EngineConfig(block_size=4, max_batch_tokens=BUDGET, num_blocks=200)
     return build_path(path, model, plan_path(path, model, options))
 
 
@@ -186,6 +190,7 @@ def _run(
     engine: Engine, prompts: dict[str, list[int]], new_tokens: int, forced: dict[str, list[int]] | None = None
 ) -> _Recorder:
     recorder = engine.sampler = _Recorder(forced)
+    engine.recovers = False
     for name, prompt in prompts.items():
         engine.admit(Request(name, prompt, SamplingParams(new_tokens)))
         engine.step()  # so that the second prompt meets the first one's later chunks and decodes

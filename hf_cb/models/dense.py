@@ -9,6 +9,7 @@ count tokens here and hold nothing.
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,16 @@ from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 
 from hf_cb.core import Request, StepBatch
+from hf_cb.errors import UnsupportedModelError
 from hf_cb.models.device import device_of, turn
 from hf_cb.models.groups import LayerGroup
 from hf_cb.models.lanes import Lanes
-from hf_cb.models.rope import reset, rotary_by_length
+from hf_cb.models.rope import first_states, reset, rotary_by_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+SHORT = 6  # bits: sequences up to 63 tokens are of one size
 
 
 class DenseModel:
@@ -40,11 +44,15 @@ class DenseModel:
         self.model = model
         self.groups = [LayerGroup(layers=(), storages=())]
         self.recompute = recompute
-        # of each request the arguments of the model's next forward, its cache among them
-        self.lanes = Lanes()
+        self.batched = batched
+        # of each request the arguments of the model's next forward, its cache among them; by size, so that nobody is
+        # padded to more than twice its own length
+        self._lanes: defaultdict[int, Lanes] = defaultdict(Lanes)
+        self._lane_of: dict[Request, Lanes] = {}
         self._turn = turn(model)
         self._rotary = rotary_by_length(model)
-        self.batched = batched and not recompute and not self._rotary  # those would see the longest of the batch
+        if batched and self._rotary:
+            raise UnsupportedModelError("its rotary embeddings would see the longest sequence of the batch")
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
     @property
@@ -58,7 +66,12 @@ class DenseModel:
         return None
 
     def forget(self, request: Request) -> None:
-        self.lanes.forget(request)
+        if (lanes := self._lane_of.pop(request, None)) is not None:
+            lanes.forget(request)
+
+    def __len__(self) -> int:
+        """Requests that have a cache."""
+        return len(self._lane_of)
 
     @torch.no_grad()
     def forward(self, batch: StepBatch) -> Tensor:
@@ -71,16 +84,37 @@ class DenseModel:
         }
         if not wanted:
             return torch.empty(0, 0, device=self.device)
-        decoding = [r for r, length in wanted.items() if self.lanes.length(r) == length - 1 and not self.recompute]
         rows: dict[Request, Tensor] = {}
-        with self._turn:
-            if self.batched and len(decoding) > 1:
-                rows |= zip(decoding, self._decode_together(decoding).split(1), strict=True)
+        groups: defaultdict[Lanes, list[Request]] = defaultdict(list)
+        for request, length in wanted.items():
+            if not self.recompute and self._length(request) == length - 1:
+                groups[self._lane_for(request, length)].append(request)
+        with self._turn, first_states(self._rotary):
+            for lanes, requests in groups.items():
+                if self.batched and len(requests) > 1:
+                    rows |= self._decode_together(lanes, requests)
+                else:
+                    rows |= {r: self._decode(r, self._ids(r, wanted[r])) for r in requests}
             for request, length in wanted.items():
                 if request not in rows:
-                    ids = torch.tensor([request.token_ids[:length]], device=self.device)
-                    rows[request] = self._decode(request, ids) if request in decoding else self._begin(request, ids)
+                    rows[request] = self._begin(request, self._ids(request, length))
         return torch.cat([rows[request] for request in wanted])
+
+    def _ids(self, request: Request, length: int) -> Tensor:
+        return torch.tensor([request.token_ids[:length]], device=self.device)
+
+    def _length(self, request: Request) -> int | None:
+        lanes = self._lane_of.get(request)
+        return None if lanes is None else lanes.length(request)
+
+    def _lane_for(self, request: Request, length: int) -> Lanes:
+        """Where requests of this length are; the request moves there."""
+        lanes, now = self._lanes[max(SHORT, length.bit_length())], self._lane_of[request]
+        if lanes is not now:
+            lanes.put(request, now.one(request), length - 1)
+            now.forget(request)
+            self._lane_of[request] = lanes
+        return lanes
 
     def _begin(self, request: Request, ids: Tensor) -> Tensor:
         """The logits `[1, V]` after a whole sequence `[1, n]`, computed as `generate` does: the prompt at once, which
@@ -95,24 +129,27 @@ class DenseModel:
         kwargs = self._prepare(ids)
         self._reset_rope()
         out = self.model._prefill(ids, self._config(), kwargs, is_first_iteration=True)
-        self.lanes.put(request, self._next(out, kwargs), ids.shape[1])
+        self.forget(request)
+        lanes = self._lane_of[request] = self._lanes[max(SHORT, ids.shape[1].bit_length())]
+        lanes.put(request, self._next(out, kwargs), ids.shape[1])
         return out.logits[:, -1]
 
     def _decode(self, request: Request, ids: Tensor) -> Tensor:
         """The logits `[1, V]` after a sequence `[1, n]` of which all but the last token is in the cache."""
-        kwargs = self.lanes.one(request)
+        lanes = self._lane_of[request]
+        kwargs = lanes.one(request)
         out = self._forward(ids, kwargs)
-        self.lanes.put(request, self._next(out, kwargs), ids.shape[1])
+        lanes.put(request, self._next(out, kwargs), ids.shape[1])
         return out.logits[:, -1]
 
-    def _decode_together(self, requests: list[Request]) -> Tensor:
-        """The logits `[N, V]` of these requests, which have one new token each."""
-        kwargs = self.lanes.together(requests)
-        longest = max(len(r.token_ids) for r in requests)
-        ids = torch.tensor([[0] * (longest - len(r.token_ids)) + r.token_ids for r in requests], device=self.device)
+    def _decode_together(self, lanes: Lanes, requests: list[Request]) -> dict[Request, Tensor]:
+        """The logits `[1, V]` of each of these requests, which have one new token each."""
+        kwargs, order = lanes.together(requests)
+        longest = max(len(r.token_ids) for r in order)
+        ids = torch.tensor([[0] * (longest - len(r.token_ids)) + r.token_ids for r in order], device=self.device)
         out = self._forward(ids, kwargs)
-        self.lanes.put_together(self._next(out, kwargs), tokens=1)
-        return out.logits[:, -1]
+        lanes.put_together(self._next(out, kwargs), tokens=1)
+        return dict(zip(order, out.logits[:, -1].split(1), strict=True))
 
     def _forward(self, ids: Tensor, kwargs: dict[str, Any]) -> Any:
         self._reset_rope()
@@ -128,7 +165,9 @@ class DenseModel:
             reset(module)
 
     def _config(self) -> Any:
-        return self.model._prepare_generation_config(None)[0]
+        config = self.model._prepare_generation_config(None)[0]
+        config.cache_implementation = None  # a cache that grows gives the same answers as one of fixed size
+        return config
 
     def _prepare(self, ids: Tensor) -> dict[str, Any]:
         """What `generate` prepares before its first forward."""

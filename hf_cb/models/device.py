@@ -19,11 +19,12 @@ _lock = threading.Lock()
 
 def device_of(model: PreTrainedModel) -> torch.device:
     """The model's device, or the one that accelerate computes on: between uses, weights that it offloads are "meta"."""
-    if model.device.type != "meta":
-        return model.device
+    device = model.device
+    if device.type != "meta":
+        return device
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     given = (getattr(hook, "execution_device", None) for hook in hooks)
-    return next((torch.device(device) for device in given if device is not None), model.device)
+    return next((torch.device(d) for d in given if d is not None), device)
 
 
 def turn(model: PreTrainedModel) -> AbstractContextManager[Any]:

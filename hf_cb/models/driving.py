@@ -30,8 +30,8 @@ def name_arguments(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def check_drivable(module: nn.Module) -> None:
-    """Raises UnsupportedModelError for a module whose class's forward is not what runs."""
-    if "forward" in vars(module):
+    """Raises UnsupportedModelError for a module whose forward is neither its class's nor under accelerate's hook."""
+    if "forward" in vars(module) and "_old_forward" not in vars(module):
         raise UnsupportedModelError(
-            f"{type(module).__name__} must see each request by itself, and a hook (accelerate's?) hides its forward."
+            f"{type(module).__name__} must see each request by itself, and has a forward that is not its class's."
         )

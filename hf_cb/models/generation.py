@@ -19,6 +19,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from hf_cb.core import SamplingParams, StopCheck
 from hf_cb.errors import OptionError, PromptError
 from hf_cb.models.device import device_of
+from hf_cb.text.prompts import TEXT_ONLY, media_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -177,9 +178,12 @@ def make_recipe(
     options = dict(options)
     extras = {name: options.pop(name) for name in _PER_REQUEST if name in options}
     known = vars(GenerationConfig())
+    media = media_inputs(options)
     for name in options:
+        if name in media:
+            raise OptionError(f"{name}=: {TEXT_ONLY}.")
         if name not in known and name in inspect.signature(model.forward).parameters:
-            raise OptionError(f"{name}= is an input beside text, and hf_cb takes text only: use model.generate.")
+            raise OptionError(f"{name}= is an input of the model beside its text: use model.generate for it.")
         if name not in known:
             raise OptionError(f"Unknown option {name!r}: it is neither in GenerationConfig nor one of {_PER_REQUEST}.")
     _check_values(options)

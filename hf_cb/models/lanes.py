@@ -25,10 +25,10 @@ _LENGTH = "cumulative_length"  # the name of a number that does
 
 
 class Lanes:
-    """The caches of live requests. Those that ran as one batch stay one batch until others are to run."""
+    """The caches of live requests. Those that ran as one batch stay one batch; others join and leave it."""
 
     def __init__(self) -> None:
-        self._own: dict[Request, Any] = {}  # stale for a request that is a row of `_joined`
+        self._own: dict[Request, Any] = {}  # None for a request that is a row of `_joined`
         self._lengths: dict[Request, int] = {}
         self._rows: list[Request | None] = []  # None: has been forgotten
         self._joined: Any = None
@@ -43,9 +43,12 @@ class Lanes:
         self._own[request], self._lengths[request] = cache, length
 
     def forget(self, request: Request) -> None:
-        if self._own.pop(request, None) is not None:
-            del self._lengths[request]
-            self._rows = [None if r is request else r for r in self._rows]
+        self._own.pop(request, None)
+        self._lengths.pop(request, None)
+        if request in self._rows:
+            self._rows[self._rows.index(request)] = None
+            if not any(self._rows):
+                self._joined, self._rows = None, []
 
     def length(self, request: Request) -> int | None:
         """How many tokens are in a request's cache; None: it has none."""
@@ -54,16 +57,23 @@ class Lanes:
     def one(self, request: Request) -> Any:
         """A request's own cache."""
         if request in self._rows:
-            self._take_apart()
+            self._leave(request)
         return self._own[request]
 
-    def together(self, requests: list[Request]) -> Any:
-        """One cache with these requests as its rows."""
-        if requests != self._rows:
-            self._take_apart()
-            self._joined, self._rows = join([self._own[r] for r in requests]), list(requests)
+    def together(self, requests: list[Request]) -> tuple[Any, list[Request]]:
+        """One cache with a row for each of these requests, and their order in it."""
+        if set(self._rows) != set(requests):
+            for request in [r for r in self._rows if r is not None and r not in requests]:
+                self._leave(request)
+            stay = [i for i, r in enumerate(self._rows) if r is not None]
+            rows = [r for r in self._rows if r is not None]
+            parts = [self._select(torch.tensor(stay), max(self._lengths[r] for r in rows))] if rows else []
+            come = [r for r in requests if r not in rows]
+            self._joined = join(parts + [self._own[r] for r in come])
+            self._rows = [*rows, *come]
             self._longest = max(self._lengths[r] for r in requests)
-        return self._joined
+            self._own |= dict.fromkeys(come)
+        return self._joined, [r for r in self._rows if r is not None]
 
     def put_together(self, cache: Any, tokens: int) -> None:
         """What came of the batch, after a step of so many tokens."""
@@ -73,11 +83,14 @@ class Lanes:
             if request is not None:
                 self._lengths[request] += tokens
 
-    def _take_apart(self) -> None:
-        for row, request in enumerate(self._rows):
-            if request is not None:
-                self._own[request] = take(self._joined, row, self._lengths[request], self._longest)
-        self._joined, self._rows = None, []
+    def _leave(self, request: Request) -> None:
+        row = self._rows.index(request)
+        length = self._lengths[request]
+        cache = copy.deepcopy(self._select(slice(row, row + 1), length))  # a view would keep the whole batch alive
+        self.put(request, cache, length)
+
+    def _select(self, rows: Any, length: int) -> Any:
+        return select(self._joined, rows, length, self._longest)
 
 
 def join(parts: Sequence[Any], name: str = "") -> Any:
@@ -88,6 +101,8 @@ def join(parts: Sequence[Any], name: str = "") -> Any:
     """
     first = parts[0]
     if isinstance(first, Tensor):
+        if not first.dim() and not all(torch.equal(part, first) for part in parts):
+            raise ValueError(f"{name} differs: {parts!r} cannot be one batch")
         return _join_tensors(parts, _GROWING.get(name)) if first.dim() else first
     if isinstance(first, dict):
         return {key: join([part[key] for part in parts], key) for key in first}
@@ -118,28 +133,28 @@ def _join_tensors(parts: Sequence[Tensor], growing: int | None) -> Tensor:
     return whole
 
 
-def take(whole: Any, row: int, length: int = 0, longest: int = 0, name: str = "") -> Any:
-    """Batch row `row` of a joined cache, as a cache of its own that shares its memory.
+def select(whole: Any, rows: Tensor | slice, length: int = 0, longest: int = 0, name: str = "") -> Any:
+    """Some batch rows of a joined cache, as a cache of their own; a slice shares its memory.
 
-    It has `length` tokens and the longest row has `longest`: the padding in front of it is cut off.
+    The longest of them has `length` tokens and the longest of all `longest`: the padding in front of them is cut off.
     """
     if isinstance(whole, Tensor):
         if not whole.dim() or not whole.numel():
             return whole
-        one = whole[row : row + 1]
+        some = whole[rows if isinstance(rows, slice) else rows.to(whole.device)]
         if name not in _GROWING:
-            return one
-        size = one.shape[_GROWING[name]]
+            return some
+        size = some.shape[_GROWING[name]]
         own = min(size, length + max(0, size - longest))  # a window keeps fewer, a mask is one ahead
-        return one.narrow(_GROWING[name], size - own, own)
+        return some.narrow(_GROWING[name], size - own, own)
     if isinstance(whole, dict):
-        return {key: take(value, row, length, longest, key) for key, value in whole.items()}
+        return {key: select(value, rows, length, longest, key) for key, value in whole.items()}
     if isinstance(whole, (list, tuple)):
-        return type(whole)(take(value, row, length, longest, name) for value in whole)
+        return type(whole)(select(value, rows, length, longest, name) for value in whole)
     if isinstance(whole, _HOLDERS):
-        one = copy.copy(whole)
-        vars(one).update(take(vars(whole), row, length, longest))
-        return one
+        some = copy.copy(whole)
+        vars(some).update(select(vars(whole), rows, length, longest))
+        return some
     return length if name == _LENGTH else whole
 
 

@@ -55,6 +55,7 @@ class PagedModel:
         self.states = RecurrentStates(found.modules, found.make_cache, found.restarting) if found else None
         rope = LengthDependentRope(model)
         self.rope = rope if rope.modules else None
+        self._must_be_driven = trace.rotary | {id(m) for m in (found.modules if found else ())}
 
     @property
     def device(self) -> torch.device:
@@ -65,7 +66,7 @@ class PagedModel:
         other adapters are active."""
         adapters = self.model.active_adapters() if getattr(self.model, "_hf_peft_config_loaded", False) else None
         return adapters, [
-            _mark(p) for module in _modules(self.model) for p in module._parameters.values() if p is not None
+            _version_of(p) for module in _modules(self.model) for p in module._parameters.values() if p is not None
         ]
 
     @property
@@ -88,7 +89,7 @@ class PagedModel:
         drivers = [driver for driver in (self.states, self.rope) if driver is not None]
         drives = {module: drive for driver in drivers for module, drive in driver.drives(batch).items()}
         step = _PagedStep(self, batch, drives)
-        with self._turn, stepping(step, {cls for driver in drivers for cls in driver.classes}):
+        with self._turn, stepping(step, [module for driver in drivers for module in driver.modules]):
             out = self.model(
                 input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, **wanted
             )
@@ -96,6 +97,11 @@ class PagedModel:
             raise ModelChangedError(
                 f"{step.counts.total()} of {len(self.trace.keys)} attention calls reached hf_cb: was the model "
                 f"compiled or changed after its first use here?"
+            )
+        if not self._must_be_driven <= step.driven:
+            raise ModelChangedError(
+                f"{len(self._must_be_driven - step.driven)} modules that must see each request by itself were not "
+                f"reached: has something replaced their forward?"
             )
         return out.logits[0] if self._picks_rows else out.logits[0, batch.logits_rows]
 
@@ -122,13 +128,13 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
             yield from _modules(child)
 
 
-def _mark(tensor: Tensor) -> object:
+def _version_of(tensor: Tensor) -> object:
     """Moves when the tensor is written to, or another takes its place. A quantised weight may be a wrapper that owns no
     memory: what is inside tells then."""
     version = -1 if tensor.is_inference() else tensor._version
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.data_ptr(), version
-    return version, [_mark(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
+    return version, [_version_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
 
 
 class _PagedStep:
@@ -137,6 +143,7 @@ class _PagedStep:
     def __init__(self, owner: PagedModel, batch: StepBatch, drives: Mapping[int, Drive]) -> None:
         self.owner = owner
         self.drives = drives
+        self.driven: set[int] = set()
         self.batch = batch
         self.counts: Counter[int] = Counter()
         self.metas: dict[tuple[int, torch.device], Any] = {}

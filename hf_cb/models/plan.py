@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -66,7 +67,8 @@ def plan_paged(model: PreTrainedModel, options: EngineConfig, need: Need | None 
     def block_bytes(block_size: int) -> int:
         return sum(backend.block_bytes(layer, block_size) for layer in stored) or 1
 
-    config = resolve(options, _surroundings(model, block_bytes, len(groups), need, trace))
+    free = _free_for([(layer.device, backend.block_bytes(layer, 1)) for layer in stored], model)
+    config = resolve(options, _surroundings(model, free, block_bytes, len(groups), need, trace))
     return ModelPlan(config, groups, block_bytes(config.block_size), trace, backend, why)
 
 
@@ -79,16 +81,30 @@ def plan_dense(model: PreTrainedModel, options: EngineConfig, need: Need | None 
     def block_bytes(block_size: int) -> int:
         return block_size * token_bytes
 
-    config = resolve(options, _surroundings(model, block_bytes, 1, need))
-    return ModelPlan(config.without_prefix_caching(), [LayerGroup((), ())], block_bytes(config.block_size))
+    config = resolve(options, _surroundings(model, free_memory(device_of(model)), block_bytes, 1, need))
+    return ModelPlan(config, [LayerGroup((), ())], block_bytes(config.block_size))
+
+
+def _free_for(layers: list[tuple[torch.device, int]], model: PreTrainedModel) -> int:
+    """Bytes for layers that lie on these devices, each with its bytes a token: the fullest device decides."""
+    share: Counter[torch.device] = Counter()
+    for device, size in layers:
+        share[device] += size
+    whole = share.total()
+    return min((free_memory(d) * whole // size for d, size in share.items()), default=free_memory(device_of(model)))
 
 
 def _surroundings(
-    model: PreTrainedModel, block_bytes: object, num_groups: int, need: Need | None, trace: Trace | None = None
+    model: PreTrainedModel,
+    free_bytes: int,
+    block_bytes: object,
+    num_groups: int,
+    need: Need | None,
+    trace: Trace | None = None,
 ) -> Surroundings:
     return Surroundings(
         model_len=model_length(model),
-        free_bytes=free_memory(device_of(model)),
+        free_bytes=free_bytes,
         device_type=device_of(model).type,
         block_bytes=block_bytes,
         num_groups=num_groups,

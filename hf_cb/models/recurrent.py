@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from hf_cb.attention.interception import Drive
 from hf_cb.attention.masks import MaskMark
 from hf_cb.core import Request, StepBatch
-from hf_cb.models.driving import cache_argument, check_drivable, name_arguments
+from hf_cb.models.driving import cache_argument, name_arguments
 from hf_cb.models.lanes import Lanes
 
 if TYPE_CHECKING:
@@ -67,14 +67,16 @@ class Piece:
             return tuple(self.cut(v, num_tokens) for v in value)
         if not isinstance(value, Tensor) or value.shape[:2] != (1, num_tokens):
             return value
-        return value[:, self.begin : self.end] if self.rows is None else value[0, self.rows].unsqueeze(1)
+        return (
+            value[:, self.begin : self.end] if self.rows is None else value[0, self.rows.to(value.device)].unsqueeze(1)
+        )
 
     def put(self, whole: Tensor, part: Tensor) -> None:
         """The result of this piece, to its place in the result `[1, T, ...]` of the step."""
         if self.rows is None:
             whole[:, self.begin : self.end] = part
         else:
-            whole[0, self.rows] = part[:, 0]
+            whole[0, self.rows.to(whole.device)] = part[:, 0]
 
 
 class RecurrentStates:
@@ -87,9 +89,6 @@ class RecurrentStates:
         restarting: Collection[type[nn.Module]] = (),
     ) -> None:
         self.modules = list(modules)
-        self.classes = {type(module) for module in modules}
-        for module in modules:
-            check_drivable(module)
         self._make_cache = make_cache
         self._restarting = restarting  # classes that would forget their state, given several tokens
         self.lanes = Lanes()
@@ -109,23 +108,21 @@ class RecurrentStates:
         }
 
     def _pieces(self, batch: StepBatch) -> list[Piece]:
-        decoding: list[Request] = []
-        places: list[int] = []
+        decoding: dict[Request, int] = {}  # and its place in the step
         others: list[tuple[Request, int, int, bool]] = []
         begin = 0
         for request, count, length in zip(batch.requests, batch.query_lens_list, batch.seq_lens_list, strict=True):
             if count == length:  # from the start
                 self.lanes.put(request, self._make_cache())
             if count == 1 and length > 1:
-                decoding.append(request)
-                places.append(begin)
+                decoding[request] = begin
             else:
                 others.append((request, begin, begin + count, count == length))
             begin += count
         pieces = [Piece(self.lanes.one(r), None, begin, end, first) for r, begin, end, first in others]
         if decoding:
-            rows = torch.tensor(places, device=batch.input_ids.device)
-            pieces.append(Piece(self.lanes.together(decoding), rows))
+            cache, order = self.lanes.together(list(decoding))
+            pieces.append(Piece(cache, torch.tensor([decoding[r] for r in order])))
         return pieces
 
 
@@ -141,11 +138,16 @@ def drive_pieces(
     num_tokens = next(value for value in given.values() if isinstance(value, Tensor)).shape[1]
     whole: Tensor | None = None
     for piece in pieces:
-        share = {name: piece.cut(value, num_tokens) for name, value in given.items()}
-        out = forward(**share | {cache_argument(cls): piece.cache})
+        out = run_piece(cls, piece, forward, given, num_tokens)
         part = out if isinstance(out, Tensor) else out[0]
         if whole is None:
             whole = part.new_empty(1, num_tokens, *part.shape[2:])
         piece.put(whole, part)
     # what some return besides is their state, which nobody uses
     return whole if isinstance(out, Tensor) else (whole, *[None] * (len(out) - 1))
+
+
+def run_piece(cls: type, piece: Piece, forward: Callable[..., Any], given: dict[str, Any], num_tokens: int) -> Any:
+    """The module's own forward on a piece of the step's tokens, with the piece's cache."""
+    share = {name: piece.cut(value, num_tokens) for name, value in given.items()}
+    return forward(**share | {cache_argument(cls): piece.cache})

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,6 @@ class LengthDependentRope:
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises UnsupportedModelError for a combination that cannot be driven."""
         self.modules = rotary_by_length(model)
-        self.classes = {type(module) for module in self.modules}
         self._fresh = {id(module): _first_state(module) for module in self.modules}
         self._rules = {id(module): dict(_rules(model, module)) for module in self.modules}
         self._all = sorted({rule for rules in self._rules.values() for rule in rules.values()}, key=repr)
@@ -95,7 +95,8 @@ class LengthDependentRope:
             return forward(**call)
         positions: Tensor = call["position_ids"]  # [..., T]
         whole: list[Tensor] = []
-        for length, tokens in groups[rule]:
+        for length, anywhere in groups[rule]:
+            tokens = anywhere.to(positions.device)
             fresh = self._fresh[id(module)]
             reset(fresh)
             shown = positions[..., tokens]
@@ -123,9 +124,26 @@ def reset(module: nn.Module) -> None:
         setattr(module, name, module.original_max_seq_len)
 
 
+@contextmanager
+def first_states(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, the modules are in their first state; afterwards as before."""
+    before = [(dict(vars(module)), dict(module._buffers)) for module in modules]
+    for module in modules:
+        reset(module)
+    try:
+        yield
+    finally:
+        for module, (attributes, buffers) in zip(modules, before, strict=True):
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
 def _first_state(module: nn.Module) -> nn.Module:
     twin = copy.copy(module)
-    twin.__dict__["_buffers"] = dict(module._buffers)
+    vars(twin)["_buffers"] = dict(module._buffers)
+    for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate's, of the original
+        vars(twin).pop(name, None)
     reset(twin)
     return twin
 
@@ -182,11 +200,11 @@ def forgets_prompt(model: PreTrainedModel) -> bool:
 def _at_crossing(model: PreTrainedModel) -> tuple[dict[str, Any], _FullCache | None]:
     """What the model itself prepares for the first token behind its config's original maximum, and the cache it had."""
     original = getattr(model.config.get_text_config(), "original_max_position_embeddings", None)
-    if not isinstance(original, int):
+    name = cache_argument(model.__class__, "prepare_inputs_for_generation")
+    if not isinstance(original, int) or not name:
         return {}, None
     cache = _FullCache()
     cache.length = original
-    name = cache_argument(model.__class__, "prepare_inputs_for_generation")
     ids = torch.zeros(1, original + 1, dtype=torch.long, device=device_of(model))
     inputs = model.prepare_inputs_for_generation(
         ids, attention_mask=torch.ones_like(ids), next_sequence_length=1, use_cache=True, **{name: cache}
@@ -202,5 +220,4 @@ def _groups(rule: Rule, batch: StepBatch) -> list[tuple[int, Tensor]]:
             for request, count, end in zip(batch.requests, batch.query_lens_list, batch.seq_lens_list, strict=True)
         ]
     )
-    device = batch.input_ids.device
-    return [(int(n), torch.from_numpy(np.flatnonzero(lengths == n)).to(device)) for n in np.unique(lengths)]
+    return [(int(n), torch.from_numpy(np.flatnonzero(lengths == n))) for n in np.unique(lengths)]

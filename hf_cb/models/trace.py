@@ -1,7 +1,8 @@
-"""What a model's attention calls look like, and which of its modules keep a state: seen in forwards of two tokens."""
+"""What a model's attention calls look like, and which of its modules keep a state: seen in forwards of a few tokens."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -18,8 +19,9 @@ from hf_cb.errors import UnsupportedModelError
 from hf_cb.kernels.reference.paged_attention import chunk_attention
 from hf_cb.models import lanes
 from hf_cb.models.device import device_of, turn
-from hf_cb.models.driving import cache_argument, name_arguments
-from hf_cb.models.recurrent import Piece, drive_pieces, find_recurrent
+from hf_cb.models.driving import cache_argument, check_drivable, name_arguments
+from hf_cb.models.recurrent import Piece, find_recurrent, run_piece
+from hf_cb.models.rope import rotary_by_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,6 +52,7 @@ class Trace:
     layers: list[LayerFacts] = field(default_factory=list)
     calls: list[AttentionCall] = field(default_factory=list)
     recurrent: Recurrent | None = None
+    rotary: set[int] = field(default_factory=set)  # ids of the length-dependent rotary modules that were called
 
 
 @dataclass
@@ -59,6 +62,7 @@ class _Tracing:
     trace: Trace = field(default_factory=Trace)
     counts: Counter[int] = field(default_factory=Counter)
     drives: Mapping[int, Drive] = field(default_factory=dict)
+    driven: set[int] = field(default_factory=set)
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, sinks: Tensor | None
@@ -92,10 +96,12 @@ def trace_layers(model: PreTrainedModel) -> Trace:
     Raises:
         UnsupportedModelError: nothing that we know reached us, or a call that we cannot compute.
     """
-    step = _Tracing()
-    with stepping(step):
+    rotary = rotary_by_length(model)
+    step = _Tracing(drives={id(m): lambda forward, args, kwargs: forward(*args, **kwargs) for m in rotary})
+    with stepping(step, rotary):
         _run(model, use_cache=False)
     trace = step.trace
+    trace.rotary = step.driven
     trace.recurrent = _trace_states(model, find_recurrent(model, {module for module, _ in trace.keys}))
     if not trace.layers and trace.recurrent is None:
         raise UnsupportedModelError(f"{type(model).__name__} reaches no attention function that hf_cb can page.")
@@ -119,15 +125,15 @@ def _trace_states(model: PreTrainedModel, modules: list[nn.Module]) -> Recurrent
             made.append(make_cache())
         whole = forward(**call | {name: made[0]})
         if cls not in restarting:
-            pieces = [Piece(make_cache(), None, begin, end) for begin, end in ((0, 2), (2, TOKENS))]
-            pieces[1].cache = pieces[0].cache
-            restarting[cls] = not _same(whole, drive_pieces(cls, pieces, forward, (), call))
+            restarting[cls] = _restarts(cls, forward, call, make_cache)
         return whole
 
     if not modules:
         return None
+    for module in modules:
+        check_drivable(module)
     step = _Tracing(drives={id(m): functools.partial(drive, m) for m in modules})
-    with stepping(step, {type(m) for m in modules}):
+    with stepping(step, modules):
         _run(model, use_cache=True)
     if not made:
         return None
@@ -153,11 +159,23 @@ def _cache_maker(model: PreTrainedModel, like: Any) -> Callable[[], Cache]:
     return make
 
 
-def _same(want: Any, got: Any) -> bool:
-    """Equal but for rounding."""
-    a, b = (x if isinstance(x, Tensor) else x[0] for x in (want, got))
-    limit = 1e-3 if a.dtype in (torch.float32, torch.float64) else 3e-2
-    return bool((a - b).abs().max() <= limit * a.abs().max())
+def _restarts(cls: type, forward: Callable[..., Any], call: dict[str, Any], make_cache: Callable[[], Cache]) -> bool:
+    """Whether several tokens are computed without the state before them: it is changed, and makes no difference."""
+    cache = make_cache()
+    run_piece(cls, Piece(cache, None, 0, 2), forward, call, TOKENS)
+
+    def go_on(changed: int | None) -> Tensor:
+        own = copy.deepcopy(cache)
+        if changed is not None:
+            states(own)[changed].add_(1)
+        out = run_piece(cls, Piece(own, None, 2, TOKENS), forward, call, TOKENS)
+        return out if isinstance(out, Tensor) else out[0]
+
+    def states(of: Cache) -> list[Tensor]:
+        return [t for t in lanes.tensors(of) if t.is_floating_point() and t.dim()]
+
+    usual = go_on(None)
+    return any(torch.equal(usual, go_on(i)) for i in range(len(states(cache))))
 
 
 def _run(model: PreTrainedModel, use_cache: bool) -> None:

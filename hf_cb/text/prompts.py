@@ -18,13 +18,10 @@ if TYPE_CHECKING:
 Prompt: TypeAlias = Any
 """Text, a chat, token ids (list, tuple, range, 1-D tensor or array), or a tokenizer's encoding of a text."""
 
+TEXT_ONLY = "hf_cb takes text only; use model.generate for images, video and audio"
 _NOT_BATCHES = (bytes, bytearray, memoryview, set, frozenset, Mapping)
-# what a tokenizer may return besides: nothing that the answer depends on
-_ENCODING_KEYS = frozenset(
-    {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "length"}
-    | {"num_truncated_tokens", "overflowing_tokens", "overflow_to_sample_mapping", "mm_token_type_ids", "labels"}
-)
-_MEDIA = ("image", "video", "audio")
+# words in the names of inputs that are no text, and of parts of a chat
+_MEDIA = ("image", "video", "audio", "pixel", "input_features")
 _locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
 _locks_guard = threading.Lock()
 
@@ -127,13 +124,23 @@ def split_prompts(inputs: Any, attention_mask: Any = None) -> Iterator[Prompt]:
     return ({"input_ids": row, "attention_mask": mask} for row, mask in zip(rows, masks, strict=True))
 
 
+def media_inputs(inputs: Mapping[str, Any]) -> list[str]:
+    """The names of inputs that are images, sound or video, or that say where in a prompt there are some."""
+    found = [n for n, value in inputs.items() if value is not None and any(word in n for word in _MEDIA)]
+    marks = inputs.get("mm_token_type_ids")  # zeros where all is text
+    return [*found, "mm_token_type_ids"] if marks is not None and _any_set(marks) else found
+
+
+def _any_set(flags: Any) -> bool:
+    return any(map(_any_set, flags)) if _is_sequence(flags) else bool(flags.any() if hasattr(flags, "any") else flags)
+
+
 def _open_encoding(encoding: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
     if "input_ids" not in encoding:
         remedy = "put the messages of a chat into a list" if "role" in encoding else "pass input_ids"
         raise TypeError(f"a mapping with the keys {_short(list(encoding))} holds no prompts; {remedy}")
-    others = sorted(key for key in encoding if key not in _ENCODING_KEYS and encoding[key] is not None)
-    if others:
-        raise PromptError(f"{', '.join(others)}: hf_cb takes text only; use model.generate for images, video and audio")
+    if media := media_inputs(encoding):
+        raise PromptError(f"{', '.join(media)}: {TEXT_ONLY}")
     own_mask = encoding.get("attention_mask")
     if own_mask is not None and attention_mask is not None:
         raise PromptError("attention_mask is given twice: in the inputs and as an argument; pass one of them")
@@ -210,10 +217,7 @@ def _encode_chat(
 ) -> list[int]:
     for part in (part for message in chat for part in _parts(message.get("content"))):
         if any(medium in str(part.get("type")) for medium in _MEDIA):
-            raise PromptError(
-                f"a content part of type {part['type']!r} in the chat {_short(chat)}: hf_cb takes text only; use "
-                "model.generate for images, video and audio"
-            )
+            raise PromptError(f"a content part of type {part['type']!r} in the chat {_short(chat)}: {TEXT_ONLY}")
     if not template_kwargs.get("chat_template") and not getattr(tokenizer, "chat_template", "unknown"):
         raise PromptError(
             f"the tokenizer has no chat template for the chat {_short(chat)}; set tokenizer.chat_template, "

@@ -180,10 +180,12 @@ def test_a_forgotten_manager_finishes_what_somebody_waits_for() -> None:
     model = make_model()
     manager = model.init_continuous_batching()
     manager.start()
-    handle = manager.submit(PROMPTS[0], greedy(60))
+    handle, thread = manager.submit(PROMPTS[0], greedy(60)), manager.loop._thread
     del manager
     gc.collect()
     assert len(handle.result(10).generated_tokens) == 60
+    del handle
+    assert wait_until(lambda: not thread.is_alive())
 
 
 def test_many_managers_and_models() -> None:

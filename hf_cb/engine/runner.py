@@ -1,0 +1,43 @@
+"""The forward of a step, as the engine sees it (`models.paged.PagedModel` and `models.dense.DenseModel` are two)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from hf_cb.core import Request, StepBatch
+    from hf_cb.models.groups import LayerGroup
+
+
+class Runner(Protocol):
+    """Turns a StepBatch into logits, and keeps whatever that takes."""
+
+    groups: list[LayerGroup]
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a request can start behind tokens that another has computed, and take drafted ones back: everything
+        is in the blocks then."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def forward(self, batch: StepBatch) -> Tensor: ...
+
+    def weights_key(self) -> object:
+        """Changes when cached keys and values are no longer those of the weights."""
+        ...
+
+    def key_regime(self, request: Request) -> Hashable:
+        """What a request's keys depend on besides its tokens (a regime of rotary scaling): those of different regimes
+        share none, and when a request's moves, its keys are computed again."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """It has ended or was preempted: state that is kept for it is of no use any more."""
+        ...
