@@ -227,12 +227,13 @@ class EngineLoop:
         """Handles the inbox, and waits while somebody pauses or trains. Then "step", "wait" (for news) or "end"."""
         while True:
             self._news.clear()
+            dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]  # before the messages that admit them
             with self._changed:
                 messages, self._inbox = self._inbox, []
             for message in messages:
                 message()
-            while self.dropped:
-                self._cancel(self.dropped.popleft())
+            for requests in dropped:
+                self._cancel(requests)
             training = self._is_training()
             with self._changed:
                 if self._stopping == "hard":

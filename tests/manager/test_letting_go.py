@@ -37,6 +37,14 @@ def test_a_dropped_handle_cancels_its_request(manager) -> None:
     assert manager.engine.scheduler.running == []
 
 
+def test_handles_dropped_at_once(manager) -> None:
+    """Before the thread has seen the request, and while it is about to."""
+    for _ in range(300):
+        manager.submit(PROMPTS[0], greedy(245))
+    assert wait_until(lambda: len(manager.registry) == 0)
+    assert manager.submit(PROMPTS[0], greedy(2)).result(5).error is None
+
+
 def test_a_dropped_handle_of_a_finished_request(manager) -> None:
     handle = manager.submit(PROMPTS[0], greedy(2))
     handle.result(5)
