@@ -66,6 +66,32 @@ def test_a_step_is_one_forward(dense_only, monkeypatch) -> None:
     assert rows == [3] * 5
 
 
+@pytest.mark.parametrize("kind", ["static", "sliding_window"])
+def test_a_cache_of_fixed_size_in_the_generation_config(kind: str, patched) -> None:
+    model = make_model()
+    want = generate_alone(model, make_prompts([9])[0], greedy(4))
+    model.generation_config.cache_implementation = kind
+    model.generation_config.prefill_chunk_size = 4
+    assert model.generate_batch(make_prompts([9]), greedy(4))["req_0"].generated_tokens == want
+    assert model.generation_config.cache_implementation == kind and hf_cb.explain(model).path == "paged"
+
+
+def test_one_long_request_does_not_pad_the_short_ones(dense_only, monkeypatch) -> None:
+    model = make_model()
+    prompts = make_prompts([200, 3, 4, 150, 60])
+    want = [generate_alone(model, p, greedy(8)) for p in prompts]
+    together, batches = DenseModel._decode_together, []
+
+    def note(self: DenseModel, lanes: Lanes, requests: list[Request]) -> dict[Request, torch.Tensor]:
+        batches.append([len(r.token_ids) for r in requests])
+        return together(self, lanes, requests)
+
+    monkeypatch.setattr(DenseModel, "_decode_together", note)
+    assert [r.generated_tokens for r in model.generate_batch(prompts, greedy(8)).values()] == want
+    assert any(200 < max(b) for b in batches) and any(max(b) < 64 for b in batches)
+    assert all(max(b) < 2 * max(64, min(b)) for b in batches)
+
+
 def request(name: str) -> Request:
     return Request(name, [1], SamplingParams(1))
 

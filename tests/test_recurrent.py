@@ -141,6 +141,34 @@ def test_a_replaced_forward_is_an_error() -> None:
             manager.submit(make_prompts([5])[0], greedy(2)).result(timeout=60)
 
 
+def test_hooks_that_come_after_the_verdict() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = make_hybrid("Bamba")
+    prompts = make_prompts([1, 5, 30])
+    want = [generate_alone(model, p, greedy(6)) for p in prompts]
+    hf_cb.explain(model)
+    accelerate.cpu_offload(model)
+    assert [r.generated_tokens for r in model.generate_batch(prompts, greedy(6)).values()] == want
+
+
+def test_a_forward_that_somebody_else_has_put_into_the_class(monkeypatch) -> None:
+    cls = transformers.models.lfm2.modeling_lfm2.Lfm2ShortConv
+    original = cls.forward
+    model = make_hybrid("Lfm2")
+    prompts = make_prompts([1, 5, 30])
+    want = [generate_alone(model, p, greedy(6)) for p in prompts]
+    model.generate_batch(prompts, greedy(2))
+
+    def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(cls, "forward", theirs)
+    assert [r.generated_tokens for r in model.generate_batch(prompts, greedy(6)).values()] == want
+    hf_cb.unpatch()
+    assert cls.forward is theirs
+    hf_cb.patch()
+
+
 def test_explain_names_the_states() -> None:
     text = str(hf_cb.explain(make_hybrid("Bamba")))
     assert "2 with a state (BambaMixer)" in text and "bytes a request" in text

@@ -13,6 +13,7 @@ from transformers import modeling_rope_utils
 
 import hf_cb
 from hf_cb import EngineConfig, UnsupportedModelError
+from hf_cb.models.plan import model_length
 from hf_cb.models.rope import LengthDependentRope, Rule, forgets_prompt
 from hf_cb.models.twin import make_twin
 
@@ -119,6 +120,22 @@ def test_prefixes_are_found_within_a_regime_only(case: str) -> None:
     assert again.metrics.cached_tokens == 20 and long_again.metrics.cached_tokens == 40
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 8])
+def test_sequences_of_one_prompt_on_both_sides_of_the_crossing(max_num_seqs: int) -> None:
+    """Some start when the first of them has crossed: they cannot take its keys."""
+    model = make_model("Phi3", **_PHI_LONG)
+    prompt = make_prompts([27])[0]
+    options = greedy(30, do_sample=True, top_k=20, num_return_sequences=4, eos_token_id=list(range(3, 13)))
+    for seed in (7, 10):
+        config = EngineConfig(block_size=4, max_num_seqs=max_num_seqs, seed=seed, prefix_caching=False)
+        alone_too = EngineConfig(block_size=4, max_num_seqs=1, seed=seed, prefix_caching=False)
+        got, want = (
+            [r.generated_tokens for r in model.generate_batch([prompt], options, c).values()]
+            for c in (config, alone_too)
+        )
+        assert got == want
+
+
 @pytest.mark.parametrize("path", ["paged", "single"])
 def test_the_model_keeps_its_own_frequencies(path: str, monkeypatch) -> None:
     monkeypatch.setattr(hf_cb.manager.probe, "PATHS", (path,))
@@ -155,6 +172,12 @@ def test_the_twin_crosses_its_original_maximum(case: str) -> None:
     kind = "dynamic" if case == "dynamic" else "longrope"
     # where generate forgets the prompt at the crossing, the twin is kept from it
     assert rule == Rule(kind, 10**6 if forgets_prompt(twin) else 24, "again" in case)
+
+
+def test_dynamic_scaling_of_some_layers_goes_beyond_the_positions() -> None:
+    layers = {"full_attention": _DYNAMIC["rope_parameters"], "sliding_attention": {"rope_type": "default"}}
+    layers["sliding_attention"]["rope_theta"] = 10000.0
+    assert model_length(make_model("Gemma3", max_position_embeddings=ORIGINAL, rope_parameters=layers)) == 128
 
 
 def test_an_unknown_scaling_is_refused_by_name() -> None:

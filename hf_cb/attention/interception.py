@@ -125,8 +125,8 @@ def _attention(
 
 _lock = threading.RLock()  # a garbage collection inside may end in uninstall()
 _users = 0
-_originals: list[tuple[Any, str, Any]] = []
-_driven: set[type] = set()  # classes whose forward is wrapped
+_originals: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, what we put there
+_driven: dict[type, Callable[..., Any]] = {}  # classes whose forward is wrapped, and our wrapper
 
 
 def missing() -> list[str]:
@@ -165,7 +165,9 @@ def uninstall() -> None:
             raise RuntimeError("uninstall() without install()")
         _users -= 1
         while _users == 0 and _originals:
-            owner, name, original = _originals.pop()
+            owner, name, original, ours = _originals.pop()
+            if vars(owner).get(name, _ABSENT) is not ours:
+                continue  # somebody else has replaced it since
             if original is _ABSENT:
                 delattr(owner, name)
             else:
@@ -188,14 +190,14 @@ _ABSENT = object()
 
 
 def _replace(owner: Any, name: str, new: Any) -> None:
-    _originals.append((owner, name, vars(owner).get(name, _ABSENT)))
+    _originals.append((owner, name, vars(owner).get(name, _ABSENT), new))
     setattr(owner, name, new)
 
 
 def _wrap_forward(cls: type[nn.Module]) -> None:
-    if cls in _driven:
+    if vars(cls).get("forward", _ABSENT) is _driven.get(cls):
         return
-    forward = cls.forward
+    forward = cls.forward  # the class's own, or what somebody has put in its place
 
     @functools.wraps(forward)
     def driven(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -204,9 +206,9 @@ def _wrap_forward(cls: type[nn.Module]) -> None:
     with _lock:
         if _users == 0:
             raise RuntimeError("stepping() without install()")
-        if cls not in _driven:
+        if vars(cls).get("forward", _ABSENT) is not _driven.get(cls):
             _replace(cls, "forward", driven)
-            _driven.add(cls)
+            _driven[cls] = driven
 
 
 @contextmanager

@@ -43,6 +43,8 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("head_dim", "kv_lora_rank", "q_lora_rank", "v_head_dim", "hidden_size_per_layer_input"), 16),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim", "mamba_d_state", "mamba_chunk_size"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_num_value_heads"), 8),
+    "linear_num_key_heads": 4,
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"), 256),
     **dict.fromkeys(("first_k_dense_replace", "n_group", "topk_group", "bos_token_id"), 1),

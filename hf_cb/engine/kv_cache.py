@@ -113,6 +113,8 @@ class KVCache:
         """Shares the first `num_tokens` tokens of `source`, partly filled last block included; returns how many."""
         if not self.forks or source.num_computed < num_tokens or not source.tables:
             return 0
+        if (source.epoch, source.regime) != (self.epoch, request.regime):
+            return 0  # its keys are others by now
         length = -(-num_tokens // self.block_size)
         tables = []
         for group, table in zip(self.groups, source.tables, strict=True):

@@ -9,9 +9,9 @@ import torch
 from hf_cb.config import EngineConfig
 from hf_cb.engine.engine import Engine
 from hf_cb.engine.policies import make_policy
-from hf_cb.errors import OptionError
+from hf_cb.errors import OptionError, UnsupportedModelError
 from hf_cb.manager.paths import build_path, plan_path
-from hf_cb.manager.probe import Verdict, judge
+from hf_cb.manager.probe import Verdict, forget_verdict, judge
 from hf_cb.manager.training_mode import in_eval
 from hf_cb.models.plan import ModelPlan, Need
 from hf_cb.models.support import check_supported
@@ -34,7 +34,12 @@ def plan_engine(model: PreTrainedModel, options: EngineConfig, need: Need | None
                 f"attention={options.attention!r} needs the paged path, and {type(model).__name__} takes the "
                 f"{verdict.path} path: {verdict.reason}."
             )
-        return verdict, plan_path(verdict.path, model, options, need)
+        try:
+            return verdict, plan_path(verdict.path, model, options, need)
+        except UnsupportedModelError:  # it is not what it was when it was judged: hooks have come, or other modules
+            forget_verdict(model)
+            verdict = judge(model)
+            return verdict, plan_path(verdict.path, model, options, need)
 
 
 def build_engine(model: PreTrainedModel, options: EngineConfig, need: Need | None = None) -> Engine:

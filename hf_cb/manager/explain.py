@@ -74,6 +74,7 @@ def _layers(plan: ModelPlan) -> list[str]:
     if trace.recurrent is not None:
         kinds = ", ".join(sorted({type(m).__name__ for m in trace.recurrent.modules}))
         lines.append(
-            f"{len(trace.recurrent.modules)} with a state ({kinds}): {trace.recurrent.state_bytes} bytes a request"
+            f"{len(trace.recurrent.modules)} with a state ({kinds}): {trace.recurrent.state_bytes} bytes a request; "
+            "no prefix is shared"
         )
     return lines

@@ -49,8 +49,8 @@ class DenseModel:
         # padded to more than twice its own length
         self._lanes: defaultdict[int, Lanes] = defaultdict(Lanes)
         self._lane_of: dict[Request, Lanes] = {}
-        self._turn = turn(model)
         self._rotary = rotary_by_length(model)
+        self._turn = turn(model, always=bool(self._rotary))
         if batched and self._rotary:
             raise UnsupportedModelError("its rotary embeddings would see the longest sequence of the batch")
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -166,7 +166,9 @@ class DenseModel:
 
     def _config(self) -> Any:
         config = self.model._prepare_generation_config(None)[0]
-        config.cache_implementation = None  # a cache that grows gives the same answers as one of fixed size
+        # a cache that grows gives the same answers as one of fixed size, and a prompt at once as in chunks
+        for name in ("cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size"):
+            setattr(config, name, None)
         return config
 
     def _prepare(self, ids: Tensor) -> dict[str, Any]:

@@ -27,10 +27,10 @@ def device_of(model: PreTrainedModel) -> torch.device:
     return next((torch.device(d) for d in given if d is not None), device)
 
 
-def turn(model: PreTrainedModel) -> AbstractContextManager[Any]:
+def turn(model: PreTrainedModel, always: bool = False) -> AbstractContextManager[Any]:
     """To be held during a forward. Where accelerate loads a module's weights for each use, two forwards at a time would
-    take them away from each other; other models can do several."""
-    if not any(getattr(module, "_hf_hook", None) is not None for module in model.modules()):
+    take them away from each other; other models can do several, unless `always`."""
+    if not always and not any(getattr(module, "_hf_hook", None) is not None for module in model.modules()):
         return contextlib.nullcontext()
     with _lock:
         return _turns.setdefault(model, threading.RLock())

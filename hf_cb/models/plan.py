@@ -49,7 +49,8 @@ def model_length(model: PreTrainedModel) -> int:
     given = (getattr(config, name, None) for name in names)
     length = next((v for v in given if isinstance(v, int) and v > 0), UNKNOWN_LENGTH)
     rope = getattr(config, "rope_parameters", None) or {}
-    return int(length * rope.get("factor", 1)) if rope.get("rope_type") == "dynamic" else length
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    return int(length * max(k.get("factor", 1) if k.get("rope_type") == "dynamic" else 1 for k in kinds))
 
 
 def plan_paged(model: PreTrainedModel, options: EngineConfig, need: Need | None = None) -> ModelPlan:

@@ -119,11 +119,14 @@ def _trace_states(model: PreTrainedModel, modules: list[nn.Module]) -> Recurrent
         call, name = name_arguments(cls, args, kwargs), cache_argument(cls)
         if call.get(name) is None:
             return forward(*args, **kwargs)
-        using.add(id(module))
         make_cache = _cache_maker(model, call[name])
         if not made:
             made.append(make_cache())
+        kept = len(list(lanes.tensors(made[0])))
         whole = forward(**call | {name: made[0]})
+        if len(list(lanes.tensors(made[0]))) == kept:
+            return whole  # it takes the cache, and keeps nothing there
+        using.add(id(module))
         if cls not in restarting:
             restarting[cls] = _restarts(cls, forward, call, make_cache)
         return whole
@@ -135,7 +138,7 @@ def _trace_states(model: PreTrainedModel, modules: list[nn.Module]) -> Recurrent
     step = _Tracing(drives={id(m): functools.partial(drive, m) for m in modules})
     with stepping(step, modules):
         _run(model, use_cache=True)
-    if not made:
+    if not using:
         return None
     name = type(model).__name__
     if any(isinstance(layer, CacheLayerMixin) and layer.keys is not None for layer in made[0].layers):

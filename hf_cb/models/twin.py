@@ -33,6 +33,8 @@ _SIZES = {
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "head_dim", "v_head_dim", "hidden_size_per_layer_input"), 16),
     "qk_rope_head_dim": 16,  # as head_dim: the rotary tables of MLA have that size
     **dict.fromkeys(("qk_nope_head_dim", "rotary_dim"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "mamba_head_dim", "linear_num_value_heads"), 16),
+    **dict.fromkeys(("linear_num_key_heads", "n_groups"), 4),
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "mamba_chunk_size", "chunk_size"), 8),
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size"), WINDOW),
     **dict.fromkeys(("max_window_layers", "first_k_dense_replace"), 1),
