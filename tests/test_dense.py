@@ -62,7 +62,10 @@ def test_a_step_is_one_forward(dense_only, monkeypatch) -> None:
 
     hf_cb.explain(model)
     monkeypatch.setattr(DenseModel, "_decode_together", count)
-    model.generate_batch(make_prompts([3, 5, 9]), greedy(6))
+    with model.continuous_batching_context_manager() as manager:
+        with manager.pause():  # so that all are there at once
+            handles = [manager.submit(p, greedy(6)) for p in make_prompts([3, 5, 9])]
+        assert all(h.result(timeout=60).error is None for h in handles)
     assert rows == [3] * 5
 
 
@@ -87,8 +90,11 @@ def test_one_long_request_does_not_pad_the_short_ones(dense_only, monkeypatch) -
         return together(self, lanes, requests)
 
     monkeypatch.setattr(DenseModel, "_decode_together", note)
-    assert [r.generated_tokens for r in model.generate_batch(prompts, greedy(8)).values()] == want
-    assert any(200 < max(b) for b in batches) and any(max(b) < 64 for b in batches)
+    with model.continuous_batching_context_manager() as manager:
+        with manager.pause():
+            handles = [manager.submit(p, greedy(8)) for p in prompts]
+        assert [h.result(timeout=60).generated_tokens for h in handles] == want
+    assert any(max(b) > 200 for b in batches) and any(max(b) < 64 for b in batches)
     assert all(max(b) < 2 * max(64, min(b)) for b in batches)
 
 
