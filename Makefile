@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@torch=`grep '^torch==' $(firstword $(CONSTRAINTS))`; echo "setup: installing $$torch"; \
 	  $(PY) -m pip install -qq $$torch
 	@echo "setup: installing hf-cb and its tools"
-	@$(PY) -m pip install -qq $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev,demo]'
+	@$(PY) -m pip install -qq $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev,demo,serve]'
 	@echo '$(CURDIR)' > $@
 
 demo: $(STAMP)

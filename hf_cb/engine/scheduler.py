@@ -136,6 +136,8 @@ class Scheduler:
             drafts = self.drafts.propose(request, room)[:room] if room > 0 else []
         elif request.pending > 1:
             count = min(count, self.config.prefill_chunk)
+            if count > 1 and request.pending - count == 1:
+                count -= 1  # recurrent layers compute a token that comes alone as generated ones, not as a prompt's
         allocation = self.kv.allocate(request, count + len(drafts))
         if allocation is None:
             return None

@@ -39,7 +39,7 @@ def test_prefill_first_lets_answers_wait() -> None:
 
 def test_prefill_chunk_bounds_a_prompt_share() -> None:
     engine = make_engine(max_batch_tokens=16, prefill_chunk=3)
-    assert run(engine, [request("a", [1] * 7, 1)]) == [[("a", 3)], [("a", 3)], [("a", 1)]]
+    assert run(engine, [request("a", [1] * 7, 1)]) == [[("a", 3)], [("a", 2)], [("a", 2)]]
 
 
 def test_nobody_overtakes_a_waiting_request_that_lacks_blocks() -> None:

@@ -1,0 +1,37 @@
+"""Run transformers' own command with hf_cb in place of its continuous batching, such as `serve --continuous-batching`.
+
+usage: hf-cb transformers serve --continuous-batching --force-model FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from hf_cb.errors import OptionError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="as for the command `transformers`")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        from transformers.cli.transformers import main
+    except ImportError as error:
+        raise OptionError(
+            f"The command transformers does not start here ({error}): pip install hf-cb[serve]."
+        ) from error
+
+    from hf_cb import patch, unpatch
+
+    patch()
+    before, sys.argv = sys.argv, ["transformers", *args.arguments]
+    try:
+        main()
+    except SystemExit as stop:
+        return int(stop.code or 0) if not isinstance(stop.code, str) else 1
+    finally:
+        sys.argv = before
+        unpatch()
+    return 0
