@@ -28,7 +28,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   measure the speed"
 	@echo "make sweep   compare with generate() on every architecture; writes docs/models.md"
-	@echo "make soak    run the long tests"
+	@echo "make soak    10,000 requests from threads and event loops, with faults"
 	@echo "make clean   remove caches and build outputs (the environment stays: rm -r $(VENV))"
 
 setup: $(STAMP)
@@ -73,8 +73,7 @@ sweep: $(STAMP)
 	@OMP_NUM_THREADS=1 $(PY) -m hf_cb.bench.sweep --page docs/models.md $(ARGS)
 
 soak: $(STAMP)
-	@if [ -d tests/soak ]; then $(PY) -m pytest -m soak tests/soak $(ARGS); \
-	else echo "soak: there are no soak tests yet"; fi
+	@OMP_NUM_THREADS=1 $(PY) tests/soak.py $(ARGS)
 
 clean:
 	@echo "clean: removing caches and build outputs"
