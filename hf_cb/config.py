@@ -79,6 +79,8 @@ class EngineConfig:
         max_queue_time: seconds after which a request that has not started ends with "timeout".
         seed: seed for the requests of this manager that have none of their own.
         num_threads: CPU threads of a step; torch's own setting if None.
+        switch_interval: seconds for which a busy Python thread may hold up a step (`sys.setswitchinterval`, for the
+            whole process, while steps run); None leaves Python's own 5 ms, with which such a thread stops them nearly.
         trace_steps: StepRecords kept.
         train_mode_timeout: seconds that a step waits for somebody else's `train()` to end.
     """
@@ -101,6 +103,7 @@ class EngineConfig:
     max_queue_time: float | None = None
     seed: int | None = None
     num_threads: int | None = None
+    switch_interval: float | None = 1e-4
     trace_steps: int = 4096
     train_mode_timeout: float = 60.0
 
@@ -113,6 +116,8 @@ class EngineConfig:
         _check_count("max_queue_size", self.max_queue_size, least=0)
         _check_count("trace_steps", self.trace_steps, least=1)
         _check_count("seed", self.seed, least=0, optional=True)
+        if self.switch_interval is not None:
+            _check_number("switch_interval", self.switch_interval, least=1e-6)
         _check_number("queue_wait", self.queue_wait, least=0.0)
         if self.max_queue_time is not None:
             _check_number("max_queue_time", self.max_queue_time, least=1e-9)

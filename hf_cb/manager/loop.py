@@ -20,6 +20,7 @@ from hf_cb.core import Request, Update
 from hf_cb.engine.engine import Engine
 from hf_cb.errors import ManagerStoppedError, RequestCancelledError
 from hf_cb.manager.openmp import release_idle_workers
+from hf_cb.manager.switching import switch_interval
 from hf_cb.manager.training_mode import enter_eval, leave_eval
 
 logger = logging.getLogger("hf_cb")
@@ -46,12 +47,12 @@ class EngineLoop:
     """Steps an engine while it has work.
 
     Args:
-        engine: touched by the loop's thread alone once it runs.
-        model: put in `eval()` while the loop runs.
+        engine: touched by the loop's thread alone once it runs; `model` is in `eval()` then.
         deliver: called with each step's updates, and at the end once with the error for requests that are left.
         cancel: called with the requests in `dropped`.
         num_threads: CPU threads of a step.
-        train_mode_timeout: seconds that a step waits for somebody else's `train()` to end.
+        switch_interval, train_mode_timeout: seconds that a busy Python thread, or somebody else's `train()`, may hold
+            up a step.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class EngineLoop:
         deliver: Callable[[list[Update], BaseException | None], None],
         cancel: Callable[[list[Request]], None],
         num_threads: int,
+        switch_interval: float | None,
         train_mode_timeout: float,
     ) -> None:
         self.engine = engine
@@ -71,6 +73,7 @@ class EngineLoop:
         self._deliver = deliver
         self._cancel = cancel
         self._num_threads = num_threads
+        self._switch_interval = switch_interval
         self._train_mode_timeout = train_mode_timeout
         self._thread: threading.Thread | None = None
         self._news = threading.Event()  # the idle thread waits for it, and holds nothing else of ours
@@ -134,10 +137,9 @@ class EngineLoop:
             release_idle_workers()  # the caller has probably just loaded the model
             interception.install()
             enter_eval(self.model)
-            me, model = weakref.ref(self), weakref.ref(self.model)
             weakref.finalize(self, self._news.set).atexit = False
-            arguments = (me, model, self._news, self._num_threads)
-            self._thread = threading.Thread(target=_run, args=arguments, name="hf_cb", daemon=True)
+            args = (weakref.ref(self), weakref.ref(self.model), self._news, self._num_threads)
+            self._thread = threading.Thread(target=_run, args=args, name="hf_cb", daemon=True)
             self._thread.start()
 
     def stop(self, hard: bool = False, destroy: bool = False) -> None:
@@ -199,8 +201,9 @@ class EngineLoop:
         """Steps while there is work; whether there may be more later."""
         error: BaseException = RequestCancelledError("The manager was stopped before this request was finished.")
         try:
-            while (next_move := self._next_move()) == "step":
-                self._deliver(self.engine.step(), None)
+            with switch_interval(self._switch_interval):
+                while (next_move := self._next_move()) == "step":
+                    self._deliver(self.engine.step(), None)
             if next_move == "wait":
                 return True
         except BaseException as fatal:

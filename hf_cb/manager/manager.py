@@ -60,9 +60,8 @@ class ContinuousBatchingManager(TransformersCalls):
             self.engine = build_engine(model, self.config, need)
         self.router = Router()
         num_threads = self.config.num_threads or torch.get_num_threads()
-        self.loop = EngineLoop(
-            self.engine, model, self._deliver, self._cancel, num_threads, self.config.train_mode_timeout
-        )
+        times = (self.config.switch_interval, self.config.train_mode_timeout)
+        self.loop = EngineLoop(self.engine, model, self._deliver, self._cancel, num_threads, *times)
         self._vocab_size = model.get_input_embeddings().weight.shape[0]
         self._seeds = seed_sequence(self.config.seed)
         self.registry = Registry(self.config.max_queue_size)
