@@ -64,10 +64,7 @@ class PagedModel:
     def weights_key(self) -> object:
         """Moves when a parameter was written to or replaced (writes through `.data` leave no trace), a module was, or
         other adapters are active."""
-        adapters = self.model.active_adapters() if getattr(self.model, "_hf_peft_config_loaded", False) else None
-        return adapters, [
-            _version_of(p) for module in _modules(self.model) for p in module._parameters.values() if p is not None
-        ]
+        return [mark for module in _modules(self.model) for mark in _marks_of(module)]
 
     @property
     def shares_prefixes(self) -> bool:
@@ -126,6 +123,16 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
     for child in module._modules.values():
         if child is not None:
             yield from _modules(child)
+
+
+def _marks_of(module: nn.Module) -> Iterator[object]:
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            yield _version_of(parameter)
+    attributes = module.__dict__
+    if "_active_adapter" in attributes:  # a layer of PEFT: adapters are switched without touching a parameter
+        names = ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters")
+        yield repr([attributes.get(name) for name in names])
 
 
 def _version_of(tensor: Tensor) -> object:
