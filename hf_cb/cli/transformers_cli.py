@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
             f"The command transformers does not start here ({error}): pip install hf-cb[serve]."
         ) from error
 
-    from hf_cb import patch, unpatch
+    from hf_cb.patching import patch, unpatch
 
     patch()
     before, sys.argv = sys.argv, ["transformers", *args.arguments]
