@@ -41,3 +41,11 @@ class RequestFailedError(HfCbError, RuntimeError):
 
 class RequestCancelledError(HfCbError, RuntimeError):
     """The manager dropped the request before it was finished (hard stop)."""
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line, whatever its own words do."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__

@@ -126,7 +126,6 @@ def _attention(
 _lock = threading.RLock()  # a garbage collection inside may end in uninstall()
 _users = 0
 _originals: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, what we put there
-_driven: dict[type, Callable[..., Any]] = {}  # classes whose forward is wrapped, and our wrapper
 
 
 def missing() -> list[str]:
@@ -172,8 +171,6 @@ def uninstall() -> None:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
-        if _users == 0:
-            _driven.clear()
 
 
 @contextmanager
@@ -195,7 +192,7 @@ def _replace(owner: Any, name: str, new: Any) -> None:
 
 
 def _wrap_forward(cls: type[nn.Module]) -> None:
-    if vars(cls).get("forward", _ABSENT) is _driven.get(cls):
+    if getattr(vars(cls).get("forward"), "hf_cb_driven", False):
         return
     forward = cls.forward  # the class's own, or what somebody has put in its place
 
@@ -203,12 +200,12 @@ def _wrap_forward(cls: type[nn.Module]) -> None:
     def driven(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _call(self, functools.partial(forward, self), args, kwargs)
 
+    driven.hf_cb_driven = True  # type: ignore[attr-defined]
     with _lock:
         if _users == 0:
             raise RuntimeError("stepping() without install()")
-        if vars(cls).get("forward", _ABSENT) is not _driven.get(cls):
+        if not getattr(vars(cls).get("forward"), "hf_cb_driven", False):
             _replace(cls, "forward", driven)
-            _driven[cls] = driven
 
 
 @contextmanager

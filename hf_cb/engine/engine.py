@@ -10,6 +10,7 @@ import time
 import traceback
 from collections import deque
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 
 import torch
 
@@ -24,8 +25,8 @@ from hf_cb.engine.runner import Runner
 from hf_cb.engine.sampler import Sampled, Sampler, SamplingStep
 from hf_cb.engine.scheduler import Scheduler
 from hf_cb.engine.speculation import DraftSource
-from hf_cb.engine.stopping import check_stop, is_late
-from hf_cb.errors import ModelChangedError
+from hf_cb.engine.stopping import check_stop, end_times, is_late
+from hf_cb.errors import ModelChangedError, describe
 from hf_cb.sizes import ResolvedConfig
 
 
@@ -62,7 +63,7 @@ class Engine:
         self.recovers = True  # False: what a step raises is raised
         self.num_steps = 0
         self._weights_key: object = None
-        self._timed: set[Request] = set()  # those that time can end
+        self._ends: list[tuple[float, int, Request]] = []  # a heap of the times that may end a request
 
     @property
     def has_work(self) -> bool:
@@ -76,8 +77,11 @@ class Engine:
         """
         request.params = replace(request.params, max_new_tokens=fit(request, self.config, self.kv))
         request.regime = self.runner.key_regime(request)
-        if (request.deadline, request.start_by, request.params.max_time) != (None, None, None):
-            self._timed.add(request)
+        if len(self._ends) > 64 + 8 * len(self.scheduler.waiting + self.scheduler.running):
+            self._ends = [entry for entry in self._ends if entry[2].status is not Status.FINISHED]
+            heapify(self._ends)
+        for end in end_times(request):
+            heappush(self._ends, (end, request.arrival, request))
         self.scheduler.add(request)
 
     def step(self) -> list[Update]:
@@ -108,7 +112,7 @@ class Engine:
             logits = self.runner.forward(step_batch)
             times.append(time.perf_counter())
             sampled = self.sampler.sample(logits, plan.parts)
-            self.recovery.succeeded()
+            self.recovery.succeeded(self.config.max_batch_tokens)
         except Exception as error:
             if not self.recovers:
                 raise
@@ -129,7 +133,7 @@ class Engine:
             StepRecord(
                 step=self.num_steps,
                 commit_s=time.perf_counter() - began,
-                tokens_allowed=self.config.max_batch_tokens,
+                tokens_allowed=min(self.recovery.budget or self.config.max_batch_tokens, self.config.max_batch_tokens),
                 blocks_used=held,
                 blocks_cached=cached,
                 blocks_allowed=self.kv.pool.num_blocks,
@@ -167,11 +171,18 @@ class Engine:
 
     def expire(self) -> list[Update]:
         """Ends the requests whose time is up."""
-        now = time.perf_counter()
-        late = [r for r in self._timed if not r.in_flight and is_late(r, now)]
-        for request in late:
-            self._finish(request, "timeout")
-        return [Update(request, []) for request in late]
+        now, late, busy = time.perf_counter(), [], []
+        while self._ends and self._ends[0][0] < now:
+            entry = heappop(self._ends)
+            request = entry[2]
+            if request.in_flight:
+                busy.append(entry)
+            elif request.status is not Status.FINISHED and is_late(request, now):
+                self._finish(request, "timeout")
+                late.append(Update(request, []))
+        for entry in busy:
+            heappush(self._ends, entry)
+        return late
 
     def check_idle(self) -> None:
         """With no request alive, every block is free or cached and every queue is empty; AssertionError otherwise."""
@@ -186,6 +197,8 @@ class Engine:
         plan = StepPlan() if group.relieved else self.scheduler.plan(group.goals, budget)
         if plan.parts or any(r.in_flight for r in group.goals):
             return plan
+        for request in plan.preempted:
+            self.runner.forget(request)
         for request in [r for r in self.scheduler.running if r not in group.goals and not r.in_flight]:
             self._give_way(request)  # they hold the blocks or the memory that it needs
         return self.scheduler.plan(group.goals, budget)
@@ -228,8 +241,8 @@ class Engine:
                     reason = self._append(request, found, now)
                 except Exception as error:  # a request's own stop check: it ends that request and nobody else's
                     failure = error
-                except SystemExit as error:
-                    failure = RuntimeError(f"A stop check of this request called sys.exit({error}).")
+                except BaseException as error:  # this thread gets no signals: it is the stop check's own
+                    failure = RuntimeError(f"A stop check of this request raised {describe(error)}.")
             if failure is not None:
                 self.fail(request, failure)
                 return Update(request, new_ids)
@@ -261,7 +274,6 @@ class Engine:
     def _take_out(self, request: Request) -> None:
         self.scheduler.remove(request)
         self.runner.forget(request)
-        self._timed.discard(request)
         # processors may hold much, and a handle may keep the request for long
         request.params = replace(request.params, process=None, stop_checks=())
 

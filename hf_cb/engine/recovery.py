@@ -17,11 +17,13 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_cb.core import Request, Status, StepPlan
+from hf_cb.errors import describe
 
 logger = logging.getLogger("hf_cb")
 
 
-PATIENCE = 64  # steps after which a halved budget is doubled; twice as many after each further shortage
+PATIENCE = 64  # steps after which a halved budget is doubled; twice as many if that was too early
+HOPELESS = 16  # requests that fail alone, one after the other, with no good step between them
 
 
 @dataclass
@@ -40,30 +42,34 @@ class Recovery:
     """The groups that are still to run, what became of those that have, and what memory allows."""
 
     groups: deque[Group] = field(default_factory=deque)
-    size: int = 0  # requests of the step that raised first
-    survived: bool = True  # one of them has come through
+    culprits: int = 0  # since the last good step
     budget: int | None = None  # query tokens of a step
     _patience: int = PATIENCE
     _good_steps: int = 0
+    _raised: bool = False  # the budget, since the last shortage
 
     @property
     def hopeless(self) -> bool:
-        """Every one of several requests has failed alone: it is not about requests."""
-        return not self.groups and not self.survived and self.size > 1
+        """It is not about requests."""
+        return self.culprits >= HOPELESS
 
     def current(self) -> Group | None:
         """The group whose turn it is; None if all is well."""
         while self.groups and self.groups[0].reached():
-            alive = any(r.status is not Status.FINISHED for r in self.groups.popleft().goals)
-            self.survived = self.survived or alive
+            self.groups.popleft()
         return self.groups[0] if self.groups else None
 
-    def succeeded(self) -> None:
-        """A step has gone well."""
+    def succeeded(self, max_tokens: int) -> None:
+        """A step has gone well; usually it may have `max_tokens`."""
+        self.culprits = 0
         if self.budget is not None:
             self._good_steps += 1
-            if self._good_steps >= self._patience:
-                self._good_steps, self.budget = 0, self.budget * 2
+            if self._good_steps < self._patience:
+                return
+            if self.budget < max_tokens:
+                self._good_steps, self.budget, self._raised = 0, self.budget * 2, True
+            else:  # it is over
+                self.budget, self._patience, self._raised = None, PATIENCE, False
 
     def after(self, plan: StepPlan, error: Exception) -> Request | None:
         """Takes note of a step that raised. Returns a request that is to end with the error, if one is found."""
@@ -77,14 +83,12 @@ class Recovery:
                 self.groups.appendleft(Group(goals, relieved=True))
                 return None
         if not self.groups:
-            self.size, self.survived = len(goals), False
-            logger.warning(
-                "A step of %d requests raised %s: %s; it is repeated in parts.", len(goals), type(error).__name__, error
-            )
+            logger.warning("A step of %d requests raised %s; it is repeated in parts.", len(goals), describe(error))
         else:  # some of the group may not have been in this step
             mates = self.groups.popleft().goals
             goals = {r: goals.get(r, goal) for r, goal in mates.items() if r.status is not Status.FINISHED}
         if len(goals) == 1:
+            self.culprits += 1
             return next(iter(goals))
         requests = list(goals)
         halves = (requests[len(requests) // 2 :], requests[: len(requests) // 2])
@@ -92,9 +96,9 @@ class Recovery:
         return None
 
     def _halve(self, tokens: int) -> None:
-        if self.budget is not None and self._good_steps:
+        if self._raised:  # that was too early
             self._patience *= 2
-        self.budget, self._good_steps = tokens // 2, 0
+        self.budget, self._good_steps, self._raised = tokens // 2, 0, False
         logger.warning("Out of memory with %d tokens in a step: at most %d from now on.", tokens, self.budget)
 
 
@@ -102,4 +106,5 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Also on a CPU, where PyTorch raises a plain RuntimeError."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    signs = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_cb.core import PlanPart, Request
+from hf_cb.errors import describe
 from hf_cb.seeds import uniform
 
 
@@ -95,8 +96,8 @@ def _sample_row(logits: Tensor, request: Request, ids: list[int]) -> Sampled:
         logprob = float(scores[0, token] - scores[0].logsumexp(-1)) if params.logprobs else None
     except Exception as error:  # a request's own processor: it ends that request and nobody else's
         return Sampled(0, exception=error)
-    except SystemExit as error:
-        return Sampled(0, exception=RuntimeError(f"A processor of this request called sys.exit({error})."))
+    except BaseException as error:  # this thread gets no signals: it is the processor's own
+        return Sampled(0, exception=RuntimeError(f"A processor of this request raised {describe(error)}."))
     return Sampled(token, logprob)
 
 

@@ -25,3 +25,10 @@ def is_late(request: Request, now: float) -> bool:
         return True
     max_time = request.params.max_time
     return max_time is not None and now - request.created > max_time
+
+
+def end_times(request: Request) -> list[float]:
+    """The times at which `is_late` may become true, on time.perf_counter()."""
+    max_time = request.params.max_time
+    times = (request.deadline, request.start_by, None if max_time is None else request.created + max_time)
+    return [t for t in times if t is not None]

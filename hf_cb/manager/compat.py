@@ -6,8 +6,10 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from hf_cb.config import EngineConfig
 from hf_cb.core import GenerationOutput, Request
 from hf_cb.errors import ManagerStoppedError
+from hf_cb.manager.mailbox import make_output
 from hf_cb.manager.router import Router
 from hf_cb.text.prompts import encode_prompt
 
@@ -27,6 +29,7 @@ class TransformersCalls:
     loop: EngineLoop
     tokenizer: Any
     registry: Registry
+    config: EngineConfig
 
     if TYPE_CHECKING:
 
@@ -36,7 +39,9 @@ class TransformersCalls:
             self, prompt_ids: list[int], recipe: Recipe, request_id: str | None = None
         ) -> list[Request]: ...
 
-        def _enqueue(self, requests: list[Request], mailbox: Mailbox | None, streaming: bool = False) -> None: ...
+        def _enqueue(
+            self, requests: list[Request], mailbox: Mailbox | None, streaming: bool = False, *, queue_wait: float = 0.0
+        ) -> None: ...
 
         def _post_cancel(self, requests: list[Request]) -> None: ...
 
@@ -52,8 +57,13 @@ class TransformersCalls:
     ) -> str | None:
         """As in transformers: the request's id, or None if the manager takes no more. Results come by `get_result`,
         iteration, or a registered handler. Any `GenerationConfig` option may be given."""
-        requests = self._checked(input_ids, request_id, max_new_tokens, eos_token_id, generation_kwargs)
-        return self._added(requests, streaming)
+        try:
+            requests = self._checked(input_ids, request_id, max_new_tokens, eos_token_id, generation_kwargs)
+            return self._added(requests, streaming)
+        except Exception:
+            if request_id is not None:
+                self.router.unregister(request_id)
+            raise
 
     def add_requests(
         self,
@@ -81,9 +91,10 @@ class TransformersCalls:
 
     def _added(self, requests: list[Request], streaming: bool) -> str | None:
         try:
-            self._enqueue(requests, None, streaming)
+            self._enqueue(requests, None, streaming, queue_wait=self.config.queue_wait)
         except ManagerStoppedError as refusal:
             logger.warning("Request dropped: %s", refusal)
+            self.router.refuse(make_output(requests[0], refusal))  # whoever has registered for it is told
             return None
         return requests[0].request_id
 

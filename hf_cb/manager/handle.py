@@ -29,6 +29,7 @@ class Handle:
         mailbox: where its news arrive.
         cancel: ends the request within a step.
         drop: the same, called when the handle is gone; must take no lock, since that may happen anywhere.
+        check: raises where waiting would never end.
         tokenizer: for text.
     """
 
@@ -37,11 +38,13 @@ class Handle:
         mailbox: Mailbox,
         cancel: Callable[[], None],
         drop: Callable[[], None],
+        check: Callable[[], None],
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.mailbox = mailbox
         self._cancel = cancel
         self._drop = drop
+        self._check = check
         self._tokenizer = tokenizer
 
     def __del__(self) -> None:
@@ -72,6 +75,8 @@ class Handle:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether the request is done, after at most `timeout` seconds."""
+        if not self.done:
+            self._check()
         return self.mailbox.wait(timeout)
 
     def cancel(self) -> None:
@@ -105,6 +110,8 @@ class Handle:
         """Deltas as they come, from the first token on; ends by itself; raises the request's error if it has one."""
         reader = Reader(self)
         while True:
+            if not reader.has_news():
+                self._check()
             with self.mailbox.changed:
                 self.mailbox.changed.wait_for(reader.has_news)
             for delta in reader.read():

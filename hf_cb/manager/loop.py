@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import threading
 import time
 import weakref
@@ -12,16 +13,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 from torch import nn
 
 from hf_cb.attention import interception
 from hf_cb.core import Request, Update
 from hf_cb.engine.engine import Engine
-from hf_cb.errors import ManagerStoppedError, RequestCancelledError
+from hf_cb.errors import ManagerStoppedError, RequestCancelledError, describe
 from hf_cb.manager.openmp import release_idle_workers
 from hf_cb.manager.switching import switch_interval
-from hf_cb.manager.training_mode import enter_eval, leave_eval
+from hf_cb.manager.thread import leave, run_while_alive
+from hf_cb.manager.training_mode import enter_eval
 
 logger = logging.getLogger("hf_cb")
 
@@ -32,11 +33,12 @@ _running: weakref.WeakSet[EngineLoop] = weakref.WeakSet()
 
 def _stop_all() -> None:
     """A thread that is in the middle of a forward while the interpreter goes away takes the process down with it."""
-    for loop in list(_running):
-        if loop.is_running and loop._pid == os.getpid():
-            loop.abandon_pauses()
-            loop.stop(hard=True)
-            loop.join(EXIT_TIMEOUT_S)
+    loops = [loop for loop in _running if loop.is_running]
+    for loop in loops:
+        loop.abandon_pauses()
+        loop.stop(hard=True)
+    for loop in loops:
+        loop.join(EXIT_TIMEOUT_S)
 
 
 # atexit would come too late: the interpreter waits for other threads first, and those may wait for us
@@ -76,7 +78,9 @@ class EngineLoop:
         self._switch_interval = switch_interval
         self._train_mode_timeout = train_mode_timeout
         self._thread: threading.Thread | None = None
-        self._news = threading.Event()  # the idle thread waits for it, and holds nothing else of ours
+        # the idle thread waits for it, and holds nothing else of ours; a finalizer may put something in at any moment
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        weakref.finalize(self, self._news.put, None).atexit = False
         self._changed = threading.Condition()  # guards what is below; others wait on it for the thread
         self._inbox: list[Callable[[], None]] = []
         self._state = "new"  # then "running", then "ended", and again
@@ -91,13 +95,21 @@ class EngineLoop:
 
     @property
     def is_running(self) -> bool:
-        return self._state == "running"
+        return self._state == "running" and self._pid == os.getpid()
+
+    def check_may_wait(self) -> None:
+        """Raises RuntimeError where waiting for a request would never end."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("The generation thread cannot wait for itself (in a processor, a stop check or a hook).")
+        if self._pausers[threading.get_ident()]:
+            raise RuntimeError("Inside pause() nothing is generated: leave the pause before you wait for a result.")
+        if self._state == "running" and self._pid != os.getpid():
+            raise ManagerStoppedError("This process was forked from the manager's: nothing is generated here.")
 
     def refuse_if_stopped(self) -> None:
         """Raises ManagerStoppedError if no more work is taken."""
         if self.fatal_error is not None:
-            kind = type(self.fatal_error).__name__
-            raise ManagerStoppedError(f"The manager has died: {kind}: {self.fatal_error}") from self.fatal_error
+            raise ManagerStoppedError(f"The manager has died: {describe(self.fatal_error)}") from self.fatal_error
         if self._state == "running" and self._pid != os.getpid():
             raise ManagerStoppedError(
                 "This process was forked from the manager's: it has no thread here; make another."
@@ -131,16 +143,24 @@ class EngineLoop:
                 return
             self.fatal_error = None
             self._stopping = None
-            self._state = "running"
             self._pid = os.getpid()
-            _running.add(self)
             release_idle_workers()  # the caller has probably just loaded the model
+            args = (weakref.ref(self), weakref.ref(self.model), self._news, self._num_threads)
+            thread = threading.Thread(target=run_while_alive, args=args, name="hf_cb", daemon=True)
             interception.install()
             enter_eval(self.model)
-            weakref.finalize(self, self._news.set).atexit = False
-            args = (weakref.ref(self), weakref.ref(self.model), self._news, self._num_threads)
-            self._thread = threading.Thread(target=_run, args=args, name="hf_cb", daemon=True)
-            self._thread.start()
+            before, self._state = self._state, "running"
+            try:
+                thread.start()
+            except BaseException:  # no thread to be had, or an interrupt
+                if thread.ident is None:
+                    self._state = before
+                    leave(self.model)
+                    raise
+                self._thread = thread
+                raise
+            self._thread = thread
+            _running.add(self)
 
     def stop(self, hard: bool = False, destroy: bool = False) -> None:
         """Asks the thread to end, after all requests or after this step. What is asked for is never taken back."""
@@ -169,6 +189,8 @@ class EngineLoop:
     def pause(self) -> Iterator[None]:
         """Inside, no step runs; afterwards no prefix is remembered, since the weights may have changed."""
         me = threading.get_ident()
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("The generation thread cannot pause itself (in a processor, a stop check or a hook).")
         with self._changed:
             if not self.is_running:
                 raise RuntimeError("pause() needs a running manager.")
@@ -177,10 +199,11 @@ class EngineLoop:
             with self._changed:
                 self._tell()
                 self._changed.wait_for(lambda: self._paused or not self.is_running)
+                if not self._paused:
+                    raise RuntimeError("The generation thread ended before it could pause.") from self.fatal_error
             yield
         finally:
             with self._changed:
-                self.engine.kv.drop_cache()
                 self._pausers[me] -= 1
                 self._pausers += Counter()  # drops the zeros
                 self._tell()
@@ -193,7 +216,7 @@ class EngineLoop:
 
     def _tell(self) -> None:
         self._changed.notify_all()
-        self._news.set()
+        self._news.put(None)
 
     # ------------------------------------------------------------------------------------------------- by its thread
 
@@ -217,10 +240,10 @@ class EngineLoop:
         with self._changed:
             self._state = "ended"
             self._inbox.clear()
+            self.dropped.clear()
             self._paused = False
             self._changed.notify_all()
-        leave = partial(_leave, self.model)
-        for clean_up in (self.engine.drop_all, partial(self._deliver, [], error), leave):
+        for clean_up in (self.engine.drop_all, partial(self._deliver, [], error), partial(leave, self.model)):
             try:
                 clean_up()
             except Exception:
@@ -229,7 +252,8 @@ class EngineLoop:
     def _next_move(self) -> str:
         """Handles the inbox, and waits while somebody pauses or trains. Then "step", "wait" (for news) or "end"."""
         while True:
-            self._news.clear()
+            while not self._news.empty():
+                self._news.get()
             dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]  # before the messages that admit them
             with self._changed:
                 messages, self._inbox = self._inbox, []
@@ -245,6 +269,7 @@ class EngineLoop:
                     self._paused = True
                     self._changed.notify_all()
                     self._changed.wait_for(lambda: not self._pausers)
+                    self.engine.kv.drop_cache()
                     self._paused = False
                 elif training:
                     self._changed.wait(POLL_S)
@@ -273,28 +298,3 @@ class EngineLoop:
             )
         self._deliver(self.engine.expire(), None)
         return True
-
-
-def _run(
-    reference: weakref.ref[EngineLoop], model: weakref.ref[nn.Module], news: threading.Event, num_threads: int
-) -> None:
-    """The thread. While it waits it holds no loop, so that one that everybody has forgotten can go, with its model."""
-    torch.set_num_threads(num_threads)  # OpenMP keeps its settings by thread
-    while True:
-        loop = reference()
-        if loop is None:
-            _leave(model())
-            return
-        if not loop.work():
-            return
-        del loop
-        news.wait()
-
-
-def _leave(model: nn.Module | None) -> None:
-    """Undoes what `start` did."""
-    try:
-        if model is not None:
-            leave_eval(model)
-    finally:
-        interception.uninstall()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from hf_cb.core import GenerationOutput, Request
+from hf_cb.errors import describe
 
 # Called by the engine's thread with a step's news: on the event loop if there is one, else at once: be quick
 Waker = tuple[asyncio.AbstractEventLoop | None, Callable[[], None]]
@@ -78,7 +79,7 @@ def make_output(request: Request, error: BaseException | None = None) -> Generat
         prompt_ids=list(request.prompt_ids),
         generated_tokens=request.output_ids,
         logprobs=list(request.logprobs),
-        error=None if error is None else f"{type(error).__name__}: {error}",
+        error=None if error is None else describe(error),
         status=status,
         created_time=request.created,
         lifespan=(request.started or -1, request.finished or (time.perf_counter() if error else -1)),

@@ -13,7 +13,7 @@ from hf_cb.attention import interception
 from hf_cb.config import EngineConfig
 from hf_cb.core import Request, Status, StepRecord, Update
 from hf_cb.engine.limits import check_ids, fit
-from hf_cb.errors import ManagerStoppedError, OptionError
+from hf_cb.errors import OptionError
 from hf_cb.manager import kept
 from hf_cb.manager.build import build_engine
 from hf_cb.manager.compat import TransformersCalls
@@ -104,16 +104,14 @@ class ContinuousBatchingManager(TransformersCalls):
         tokenizer = tokenizer or self.tokenizer
         prompt_ids = encode_prompt(prompt, tokenizer, chat_template_kwargs=chat_template_kwargs)
         recipe = self.recipe(generation_config, generation_kwargs, tokenizer)
-        return self.submit_ids(
-            prompt_ids,
-            recipe,
-            index=index,
-            queue_wait=self.config.queue_wait if queue_wait is None else queue_wait,
-            request_id=request_id,
-            priority=priority,
-            deadline=deadline,
-            max_queue_time=max_queue_time,
-        )
+        wait = self.config.queue_wait if queue_wait is None else queue_wait
+        own: dict[str, Any] = {
+            "request_id": request_id,
+            "priority": priority,
+            "deadline": deadline,
+            "max_queue_time": max_queue_time,
+        }
+        return self.submit_ids(prompt_ids, recipe, index=index, queue_wait=wait, **own)
 
     def recipe(
         self,
@@ -145,9 +143,11 @@ class ContinuousBatchingManager(TransformersCalls):
         """`submit` for a prompt and options that are resolved already; `bounded=False` disregards `max_queue_size`."""
         requests = self._make_requests(prompt_ids, recipe, **options)
         mailbox = Mailbox(requests, index)
-        self._enqueue(requests, mailbox, bounded=bounded, queue_wait=queue_wait)
         drop = partial(self.loop.dropped.append, requests)
-        return Handle(mailbox, lambda: self._post_cancel(requests), drop, recipe.tokenizer)
+        # made first: if an interrupt comes before it is returned, it goes, and its requests with it
+        handle = Handle(mailbox, lambda: self._post_cancel(requests), drop, self.loop.check_may_wait, recipe.tokenizer)
+        self._enqueue(requests, mailbox, bounded=bounded, queue_wait=queue_wait)
+        return handle
 
     def _make_requests(
         self,
@@ -190,7 +190,7 @@ class ContinuousBatchingManager(TransformersCalls):
                 self.router.attach(request, mailbox, streaming)
             try:
                 self.loop.post_work(lambda: self._admit(requests))
-            except ManagerStoppedError:
+            except BaseException:
                 for request in requests:
                     self.router.detach(request)
                 raise
@@ -202,8 +202,8 @@ class ContinuousBatchingManager(TransformersCalls):
 
     def start(self) -> None:
         """Starts the thread; the model is put in `eval()` while it runs."""
-        self.loop.start()
         self.router.queue.reopen()
+        self.loop.start()
 
     def stop(
         self,
@@ -274,13 +274,16 @@ class ContinuousBatchingManager(TransformersCalls):
                 self._deliver([Update(request, [])], None)
 
     def _cancel(self, requests: list[Request]) -> None:
-        updates = [u for r in requests if (u := self.engine.cancel(r)) is not None]
+        known = [r for r in requests if self.registry.get(r.request_id) is r]  # others were never accepted
+        updates = [u for r in known if (u := self.engine.cancel(r)) is not None]
         if updates:
             self._deliver(updates, None)
 
     def _deliver(self, updates: list[Update], error: BaseException | None) -> None:
         if error is not None:  # the loop has ended: so has every request, also one that it has not seen yet
             updates = [Update(request, []) for request in self.router.live()]
+            for update in updates:
+                update.request.status = Status.FINISHED
         self.registry.leave(updates, everybody=error is not None)
         self.router.deliver(updates, error)
         if error is not None:

@@ -65,8 +65,10 @@ class Registry:
     def _wait_for_room(self, count: int, wait: float) -> None:
         if count > self.limit:
             raise OptionError(f"num_return_sequences={count} can never be queued with max_queue_size={self.limit}.")
+        if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not wait >= 0:
+            raise OptionError(f"queue_wait must be a number of seconds, not {wait!r}.")
         end = time.monotonic() + wait
-        while (queued := sum(r.status is Status.WAITING for r in self._live.values())) + count > self.limit:
+        while (queued := self._queued()) + count > self.limit:
             left = end - time.monotonic()
             if left <= 0:
                 waited = f" after {wait:g} s" if wait else ""
@@ -75,6 +77,10 @@ class Registry:
                     f"wait longer (queue_wait)."
                 )
             self._changed.wait(min(left, POLL_S))
+
+    def _queued(self) -> int:
+        """Requests that have not started; those that gave way to others have."""
+        return sum(r.started is None and r.status is Status.WAITING for r in self._live.values())
 
     def leave(self, updates: Iterable[Update], everybody: bool = False) -> None:
         """Counts a step's tokens, and forgets the requests that have ended (`everybody`: all of them have)."""
@@ -85,7 +91,6 @@ class Registry:
                     self.finished += 1
                     self._live.pop(update.request.request_id, None)
                     self._cancelling.discard(update.request)
-            self._changed.notify_all()
 
     @contextmanager
     def cancelling(self, requests: Sequence[Request]) -> Iterator[bool]:

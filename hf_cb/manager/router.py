@@ -94,6 +94,20 @@ class Router:
             for output in early:
                 loop.call_soon_threadsafe(callback, output)
 
+    def unregister(self, request_id: str) -> None:
+        """No output of that request will come."""
+        with self._lock:
+            self._handlers.pop(request_id, None)
+
+    def refuse(self, output: GenerationOutput) -> bool:
+        """Hands a request's only output to its registered callback, if it has one."""
+        with self._lock:
+            entry = self._handlers.pop(output.request_id, None)
+        if entry is not None:
+            callback, loop = entry
+            _call_soon(loop, [lambda: callback(output)])
+        return entry is not None
+
     def deliver(self, updates: list[Update], error: BaseException | None = None) -> None:
         """Hands out a step's news; one wake for each event loop that waits."""
         wakes: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
@@ -133,7 +147,7 @@ def _call_soon(loop: asyncio.AbstractEventLoop, calls: list[Callable[[], None]])
         for call in calls:
             try:
                 call()
-            except Exception as error:  # one reader's callback: the others' news still come
+            except BaseException as error:  # one reader's callback: the others' news still come
                 context = {"message": "hf_cb: a result handler raised", "exception": error}
                 loop.call_exception_handler(context)
 

@@ -17,7 +17,7 @@ from hf_cb.models.plan import Need
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a garbage collection inside may close an abandoned session
 _sessions: Counter[ContinuousBatchingManager] = Counter()  # how many are open on each manager
 
 
@@ -72,6 +72,9 @@ def open_manager(
         manager.start()
         yield manager
         finished = True
+    except GeneratorExit:  # perhaps by a garbage collection, in whatever thread: nobody may wait there
+        block = False
+        raise
     finally:
         with _lock:
             _sessions[manager] -= 1

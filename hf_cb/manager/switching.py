@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a garbage collection inside may end up here again
 _users: list[float] = []  # the intervals that are asked for now
 _before = 0.0
 _set = 0.0  # as Python has rounded it
@@ -34,7 +34,7 @@ def switch_interval(seconds: float | None) -> Iterator[None]:
 def _enter(seconds: float) -> None:
     global _before
     with _lock:
-        if not _users:
+        if not _users or sys.getswitchinterval() != _set:  # nobody has set it, or somebody else has
             _before = sys.getswitchinterval()
         _users.append(seconds)
         _apply(min(_before, *_users))

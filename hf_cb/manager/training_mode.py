@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a garbage collection inside may end up here again
 _users: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 _training: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
 

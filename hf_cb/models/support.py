@@ -21,6 +21,13 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; hf_cb runs decoder-only models.")
     if not getattr(model, "can_generate", bool)():
         raise UnsupportedModelError(f"{name} has no language-model head; load it with AutoModelForCausalLM.")
+    implementation = str(getattr(config, "_attn_implementation", ""))
+    if implementation.startswith("paged|"):
+        plain = implementation.removeprefix("paged|")
+        raise UnsupportedModelError(
+            f"{name} was loaded with attn_implementation={implementation!r}, with which its own forward is not causal. "
+            f"hf_cb needs nothing of the kind: call model.set_attn_implementation({plain!r})."
+        )
     if device_of(model).type == "meta":
         raise UnsupportedModelError(f"{name} has shapes and no weights (device meta); load it with from_pretrained.")
     for rope_type in (*_rope_types(config), *_rope_types(config.get_text_config())):

@@ -132,6 +132,23 @@ def test_a_shortage_that_comes_back_is_asked_for_less_and_less_often() -> None:
     assert 2 < sum(size > 5 for size in sizes) < 20 < len(sizes) / 20
 
 
+def test_a_shortage_of_long_ago_is_forgotten() -> None:
+    short = [True]
+
+    def fault(batch: StepBatch) -> None:
+        if short[0] and len(batch.input_ids) > 5:
+            raise MemoryError
+
+    engine = make_engine(fault, max_batch_tokens=32, num_blocks=400)
+    for _ in range(3):
+        short[0] = True
+        run(engine, make_requests(3))
+        assert engine.recovery.budget is not None
+        short[0] = False
+        run(engine, make_requests(3, new_tokens=400))
+        assert engine.recovery.budget is None and engine.recovery._patience == 64
+
+
 def test_out_of_memory_makes_the_others_give_way_and_then_ends_one() -> None:
     """Two requests fit together, three do not, and one is too large even alone."""
     engine: Engine
@@ -158,16 +175,29 @@ def test_a_fault_of_the_model_itself_ends_the_engine_at_once() -> None:
     assert len(engine.runner.batches) == 1
 
 
-def test_if_every_request_fails_alone_it_is_not_about_requests() -> None:
+def test_if_request_after_request_fails_alone_it_is_not_about_requests() -> None:
     def fault(batch: StepBatch) -> None:
         raise ZeroDivisionError
 
-    engine = make_engine(fault)
-    for request in make_requests(4):
+    engine = make_engine(fault, num_blocks=200)
+    requests = make_requests(40)
+    for request in requests:
         engine.admit(request)
     with pytest.raises(ZeroDivisionError):
-        for _ in range(50):
+        for _ in range(500):
             engine.step()
+    assert sum(r.finish_reason == "error" for r in requests) < 20
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_mates_that_end_by_themselves_are_no_evidence(order: str) -> None:
+    """Neither are several poisoned ones: the engine goes on."""
+    good = [Request(f"good{i}", [10 * i, 1], SamplingParams(1)) for i in range(3)]
+    bad = [Request(f"bad{i}", [10 * i, 2], SamplingParams(1)) for i in range(2)]
+    engine = make_engine(poison("bad0", "bad1"))
+    run(engine, bad + good if order == "first" else good + bad)
+    run(engine, [Request("later", [1, 2], SamplingParams(1))])
+    assert [r.finish_reason for r in good + bad] == ["length"] * 3 + ["error"] * 2
 
 
 def test_what_is_cancelled_meanwhile_does_not_hold_up_the_rest() -> None:

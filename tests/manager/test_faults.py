@@ -20,15 +20,6 @@ pytestmark = pytest.mark.usefixtures("patched")
 PROMPTS = make_prompts([5, 12, 3])
 
 
-def test_unpatching_under_a_running_manager_changes_no_answer(shared_llama) -> None:
-    want = [generate_alone(shared_llama, p, greedy(150)) for p in PROMPTS]
-    with shared_llama.continuous_batching_context_manager() as manager:
-        handles = [manager.submit(p, greedy(150)) for p in PROMPTS]
-        next(iter(handles[0]))
-        hf_cb.unpatch()
-        assert [h.result().generated_tokens for h in handles] == want
-
-
 def test_attention_that_stops_arriving_is_an_error(llama, monkeypatch) -> None:
     with llama.continuous_batching_context_manager() as manager:
         manager.submit(PROMPTS[0], greedy(2)).result()
@@ -55,7 +46,7 @@ def test_pause_returns_when_the_loop_ends_meanwhile(manager, monkeypatch, how: s
     handles = [manager.submit(p, greedy(245)) for p in PROMPTS]
     next(iter(handles[0]))
     if how == "dies":
-        monkeypatch.setattr(manager.engine.runner, "forward", lambda batch: 1 / 0)
+        monkeypatch.setattr(manager.engine.scheduler, "plan", lambda *_, **__: 1 / 0)
     else:
         manager.stop(block=False, hard_stop=True)
     entered = threading.Event()
@@ -106,23 +97,23 @@ def test_training_inside_a_pause_after_train(llama) -> None:
 
 @pytest.mark.parametrize("broken", ["leave_eval", "drop_all"])
 def test_a_failing_clean_up_still_wakes_everybody(llama, monkeypatch, broken: str) -> None:
-    from hf_cb.manager import loop
+    from hf_cb.manager import thread
 
     def fails(*_):
         raise OSError("clean-up")
 
     with llama.continuous_batching_context_manager() as manager:
         if broken == "leave_eval":
-            monkeypatch.setattr(loop, "leave_eval", fails)
+            monkeypatch.setattr(thread, "leave_eval", fails)
         else:
             monkeypatch.setattr(manager.engine, "drop_all", fails)
         handle = manager.submit(PROMPTS[0], greedy(245))
         next(iter(handle))
-        monkeypatch.setattr(manager.engine.runner, "forward", lambda batch: 1 / 0)
+        monkeypatch.setattr(manager.engine.scheduler, "plan", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             handle.result(5)
     monkeypatch.undo()
-    loop.leave_eval(llama) if broken == "leave_eval" else None
+    thread.leave_eval(llama) if broken == "leave_eval" else None
 
 
 def test_cancelling_by_an_id_that_comes_later(shared_llama) -> None:

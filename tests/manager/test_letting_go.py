@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import threading
 import time
 import weakref
@@ -94,6 +95,58 @@ def test_handles_dropped_while_locks_are_held(manager) -> None:
             del handle
             gc.collect()
     assert wait_until(lambda: len(manager.registry) == 0)
+
+
+@pytest.mark.parametrize("name", ["session", "training_mode", "switching"])
+def test_a_stream_collected_while_locks_are_held(name: str) -> None:
+    """An abandoned generator closes its session wherever the collection comes, and nobody waits there."""
+    lock = importlib.import_module(f"hf_cb.manager.{name}")._lock
+    model = make_model()
+    stream = model.stream_batch(PROMPTS, greedy(245))
+    next(stream)
+    with lock:
+        del stream
+        gc.collect()
+    assert wait_until(lambda: not any(t.name == "hf_cb" for t in threading.enumerate()))
+
+
+def test_waiting_where_it_would_never_end(manager) -> None:
+    handle = manager.submit(PROMPTS[0], greedy(245))
+    with manager.pause(), pytest.raises(RuntimeError, match="Inside pause"):
+        handle.result()
+    errors: list[Exception] = []
+
+    def check(ids: Any, scores: Any) -> Any:
+        for wait in (handle.result, lambda: manager.pause().__enter__()):
+            try:
+                wait()
+            except RuntimeError as error:
+                errors.append(error)
+        return scores
+
+    manager.submit(PROMPTS[1], greedy(1), logits_processor=[check]).result(5)
+    assert len(errors) == 2 and all("cannot" in str(error) for error in errors)
+    handle.cancel()
+
+
+def test_interrupted_pauses_leave_the_pool_whole(manager, monkeypatch) -> None:
+    handles = [manager.submit(p, greedy(200)) for p in PROMPTS * 3]
+    wait_for, me = manager.loop._changed.wait_for, threading.get_ident()
+
+    def interrupted(*args: Any) -> Any:
+        if threading.get_ident() == me:
+            raise KeyboardInterrupt
+        return wait_for(*args)
+
+    monkeypatch.setattr(manager.loop._changed, "wait_for", interrupted)
+    for _ in range(200):
+        with pytest.raises(KeyboardInterrupt), manager.pause():
+            raise AssertionError("never entered")
+    monkeypatch.undo()
+    assert all(h.result(20).error is None for h in handles)
+    assert wait_until(lambda: len(manager.registry) == 0)
+    with manager.pause():
+        manager.engine.check_idle()
 
 
 def test_waiting_for_a_place(patched, shared_llama) -> None:
@@ -194,6 +247,34 @@ def test_a_forgotten_manager_finishes_what_somebody_waits_for() -> None:
     assert len(handle.result(10).generated_tokens) == 60
     del handle
     assert wait_until(lambda: not thread.is_alive())
+
+
+def test_kept_managers_leave_nothing_behind() -> None:
+    model = make_model()
+    before = len(weakref.finalize._registry)
+    for _ in range(5):
+        model.generate_batch(PROMPTS, greedy(2), persistent_manager=True)
+    assert len(weakref.finalize._registry) <= before + 2
+    model.destroy_cached_continuous_batching_manager()
+
+
+def test_handlers_of_requests_that_never_run(manager) -> None:
+    """A registered handler is told, or forgotten."""
+    told: list[Any] = []
+
+    async def main() -> None:
+        for i in range(20):
+            manager.register_result_handler(f"bad{i}", told.append)
+            with pytest.raises(ValueError):
+                manager.add_request([], request_id=f"bad{i}")
+        manager.register_result_handler("late", told.append)
+        await asyncio.to_thread(manager.stop)
+        assert manager.add_request(PROMPTS[0], request_id="late") is None
+        await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+    assert [o.request_id for o in told] == ["late"] and "stopped" in told[0].error
+    assert not manager.router._handlers
 
 
 def test_many_managers_and_models() -> None:

@@ -249,7 +249,7 @@ def test_if_the_loop_dies_every_waiter_wakes_with_the_cause(shared_llama, monkey
         streaming = manager.add_request(PROMPTS[1], max_new_tokens=200, streaming=True)
         handle = manager.submit(PROMPTS[0], greedy(245))
         next(iter(handle))
-        monkeypatch.setattr(manager.engine.runner, "forward", lambda batch: 1 / 0)
+        monkeypatch.setattr(manager.engine.scheduler, "plan", lambda *_, **__: 1 / 0)
         began = time.monotonic()
         with pytest.raises(ZeroDivisionError):
             handle.result(10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -81,7 +82,7 @@ def test_a_processor_with_scores_of_another_width(manager) -> None:
 def test_a_request_that_calls_exit(manager, stage: str) -> None:
     bad = manager.submit(PROMPTS[0], greedy(), **{stage: [lambda *_, **__: sys.exit(3)]})
     good = manager.submit(PROMPTS[1], greedy())
-    with pytest.raises(RuntimeError, match="sys.exit"):
+    with pytest.raises(RuntimeError, match="SystemExit"):
         bad.result(5)
     assert good.result(5).error is None
 
@@ -171,3 +172,74 @@ def test_results_come_while_more_inputs_are_read(shared_llama) -> None:
     next(results)
     assert len(read) < 20
     assert len(list(results)) == 19
+
+
+class Odd(BaseException):
+    def __str__(self) -> str:
+        raise AttributeError
+
+
+@pytest.mark.parametrize("kind", [Odd, type("Silent", (Exception,), {"__str__": Odd.__str__}), GeneratorExit])
+@pytest.mark.parametrize("stage", ["logits_processor", "stopping_criteria"])
+def test_odd_exceptions_end_their_request_alone(manager, kind: type[BaseException], stage: str) -> None:
+    def bad(*_: object, **__: object) -> None:
+        raise kind
+
+    with manager.pause():
+        odd = manager.submit(PROMPTS[0], greedy(4), **{stage: [bad]})
+        good = manager.submit(PROMPTS[0], greedy(4))
+    with pytest.raises(Exception):  # noqa: B017
+        odd.result(5)
+    assert good.result(5).error is None and manager.is_running()
+
+
+def test_a_handler_that_raises_what_no_exception_is(manager) -> None:
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        request_id = manager.add_request(PROMPTS[0], max_new_tokens=3)
+
+        def cancelled(_: object) -> None:
+            raise asyncio.CancelledError
+
+        manager.register_result_handler(request_id, cancelled)
+        await asyncio.wait_for(asyncio.gather(*(manager.submit(PROMPTS[0], greedy(3)) for _ in range(3))), 5)
+
+    asyncio.run(main())
+
+
+def test_cancelling_a_request_of_a_run_that_died(shared_llama) -> None:
+    manager = shared_llama.init_continuous_batching()
+    waiting = manager.submit(PROMPTS[0], greedy(3))  # in the inbox, when the run ends
+    manager.loop._inbox.insert(0, lambda: 1 / 0)
+    manager.start()
+    with pytest.raises(ZeroDivisionError):
+        waiting.result(5)
+    manager.join(5)
+    manager.start()
+    waiting.cancel()
+    del waiting
+    assert manager.submit(PROMPTS[0], greedy(3)).result(5).error is None
+    manager.stop()
+
+
+def test_a_thread_that_cannot_be_started(shared_llama, monkeypatch) -> None:
+    manager = shared_llama.init_continuous_batching()
+
+    def fails(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            manager.start()
+    assert not manager.is_running()
+    manager.start()
+    assert manager.submit(PROMPTS[0], greedy(3)).result(5).error is None
+    manager.stop()
+
+
+def test_paged_implementations_are_refused_with_the_remedy() -> None:
+    model = make_model()
+    model.config._attn_implementation = "paged|eager"
+    with pytest.raises(NotImplementedError, match=r"set_attn_implementation\('eager'\)"):
+        model.generate_batch(PROMPTS, greedy(2))

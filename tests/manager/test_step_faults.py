@@ -86,7 +86,7 @@ def test_a_model_that_raises_for_everybody_ends_the_manager() -> None:
     with model.continuous_batching_context_manager() as manager:
         with manager.pause():
             Fault(model, ArithmeticError("broken"), tokens=0)
-            handles = [manager.submit(p, greedy(8)) for p in prompts()]
+            handles = [manager.submit(p, greedy(8)) for p in 5 * prompts()]
         for handle in handles:
             with pytest.raises(ArithmeticError):
                 handle.result(timeout=10)

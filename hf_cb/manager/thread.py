@@ -1,0 +1,42 @@
+"""What a loop's thread runs, outside of the loop, so that it keeps nothing alive while it waits."""
+
+from __future__ import annotations
+
+import queue
+import weakref
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from hf_cb.attention import interception
+from hf_cb.manager.training_mode import leave_eval
+
+
+class Loop(Protocol):
+    def work(self) -> bool: ...
+
+
+def run_while_alive(
+    reference: weakref.ref[Loop], model: weakref.ref[nn.Module], news: queue.SimpleQueue[None], num_threads: int
+) -> None:
+    """The thread. While it waits it holds no loop, so that one that everybody has forgotten can go, with its model."""
+    torch.set_num_threads(num_threads)  # OpenMP keeps its settings by thread
+    while True:
+        loop = reference()
+        if loop is None:
+            leave(model())
+            return
+        if not loop.work():
+            return
+        del loop
+        news.get()
+
+
+def leave(model: nn.Module | None) -> None:
+    """Undoes what `start` did."""
+    try:
+        if model is not None:
+            leave_eval(model)
+    finally:
+        interception.uninstall()
