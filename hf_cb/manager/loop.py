@@ -81,7 +81,9 @@ class EngineLoop:
         # the idle thread waits for it, and holds nothing else of ours; a finalizer may put something in at any moment
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         weakref.finalize(self, self._news.put, None).atexit = False
-        self._changed = threading.Condition()  # guards what is below; others wait on it for the thread
+        # guards what is below; entered itself, as an interrupt in Condition.__enter__, Python code, would keep it locked
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # others wait on it for the thread
         self._inbox: list[Callable[[], None]] = []
         self._state = "new"  # then "running", then "ended", and again
         self._stopping: str | None = None  # None, "flush" or "hard"
@@ -119,24 +121,24 @@ class EngineLoop:
 
     def post(self, message: Callable[[], None]) -> None:
         """The thread will call `message` between two steps; a thread that has ended forgets it."""
-        with self._changed:
+        with self._lock:
             if self._state != "ended":
                 self._inbox.append(message)
                 self._tell()
 
     def post_work(self, message: Callable[[], None]) -> None:
         """`post`, unless no more work is taken: then ManagerStoppedError."""
-        with self._changed:
+        with self._lock:
             self.refuse_if_stopped()
             self.post(message)
 
     def start(self) -> None:
         """Starts the thread, after the one before it if that is still ending."""
-        with self._changed:
+        with self._lock:
             if self._state == "running" and self._stopping is None:
                 return
         self.join()
-        with self._changed:
+        with self._lock:
             if self._destroyed:
                 raise ManagerStoppedError("The manager was destroyed and cannot be started again.")
             if self._state == "running":
@@ -152,19 +154,17 @@ class EngineLoop:
             before, self._state = self._state, "running"
             try:
                 thread.start()
-            except BaseException:  # no thread to be had, or an interrupt
-                if thread.ident is None:
+            finally:
+                if thread.ident is None:  # there was none to be had
                     self._state = before
                     leave(self.model)
-                    raise
-                self._thread = thread
-                raise
-            self._thread = thread
-            _running.add(self)
+                else:
+                    self._thread = thread
+                    _running.add(self)
 
     def stop(self, hard: bool = False, destroy: bool = False) -> None:
         """Asks the thread to end, after all requests or after this step. What is asked for is never taken back."""
-        with self._changed:
+        with self._lock:
             if self._pausers[threading.get_ident()]:
                 raise RuntimeError("stop() inside pause() would wait for ever: leave the pause first.")
             self._destroyed |= destroy
@@ -191,26 +191,27 @@ class EngineLoop:
         me = threading.get_ident()
         if threading.current_thread() is self._thread:
             raise RuntimeError("The generation thread cannot pause itself (in a processor, a stop check or a hook).")
-        with self._changed:
-            if not self.is_running:
-                raise RuntimeError("pause() needs a running manager.")
-            self._pausers[me] += 1
+        counted = False
         try:
-            with self._changed:
+            with self._lock:
+                if not self.is_running:
+                    raise RuntimeError("pause() needs a running manager.")
+                self._pausers[me] += 1
+                counted = True
                 self._tell()
                 self._changed.wait_for(lambda: self._paused or not self.is_running)
                 if not self._paused:
                     raise RuntimeError("The generation thread ended before it could pause.") from self.fatal_error
             yield
         finally:
-            with self._changed:
-                self._pausers[me] -= 1
+            with self._lock:
+                self._pausers[me] -= counted
                 self._pausers += Counter()  # drops the zeros
                 self._tell()
 
     def abandon_pauses(self) -> None:
         """Nobody will leave them any more."""
-        with self._changed:
+        with self._lock:
             self._pausers.clear()
             self._tell()
 
@@ -237,7 +238,7 @@ class EngineLoop:
 
     def _end(self, error: BaseException) -> None:
         """Everybody who waits is woken, whatever else goes wrong."""
-        with self._changed:
+        with self._lock:
             self._state = "ended"
             self._inbox.clear()
             self.dropped.clear()
@@ -255,14 +256,14 @@ class EngineLoop:
             while not self._news.empty():
                 self._news.get()
             dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]  # before the messages that admit them
-            with self._changed:
+            with self._lock:
                 messages, self._inbox = self._inbox, []
             for message in messages:
                 message()
             for requests in dropped:
                 self._cancel(requests)
             training = self._is_training()
-            with self._changed:
+            with self._lock:
                 if self._stopping == "hard":
                     return "end"
                 if self._pausers:

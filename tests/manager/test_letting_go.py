@@ -249,6 +249,14 @@ def test_a_forgotten_manager_finishes_what_somebody_waits_for() -> None:
     assert wait_until(lambda: not thread.is_alive())
 
 
+def test_a_model_with_a_kept_manager_goes() -> None:
+    model = make_model()
+    model.generate_batch(PROMPTS, greedy(2), persistent_manager=True)
+    gone = weakref.ref(model)
+    del model
+    assert wait_until(lambda: gone() is None and not any(t.name == "hf_cb" for t in threading.enumerate()))
+
+
 def test_kept_managers_leave_nothing_behind() -> None:
     model = make_model()
     before = len(weakref.finalize._registry)

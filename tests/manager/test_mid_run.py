@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import torch
 from tiny_models import generate_alone, greedy, make_model, make_prompts
@@ -52,3 +57,61 @@ def test_cancelling_in_the_middle_of_a_prompt(patched, shared_llama) -> None:
     assert (result.finish_reason, result.generated_tokens) == ("cancelled", []) and other.error is None
     held = [r.blocks_used for r in manager.trace() if r.step > steps]
     assert max(held) <= 3, "only the other's own"
+
+
+def test_one_wake_for_each_event_loop_and_step(patched, shared_llama) -> None:
+    """However many streams an event loop has: crossing threads is what costs."""
+
+    async def main() -> tuple[int, int]:
+        loop, calls = asyncio.get_running_loop(), []
+        across = loop.call_soon_threadsafe
+
+        def count(*args: Any) -> Any:
+            calls.append(args)
+            return across(*args)
+
+        with shared_llama.continuous_batching_context_manager() as manager:
+            with manager.pause():
+                handles = [manager.submit(PROMPTS[0], greedy(40)) for _ in range(20)]
+            loop.call_soon_threadsafe = count  # type: ignore[method-assign]
+            steps = manager.stats().steps
+            await asyncio.gather(*handles)
+            del loop.call_soon_threadsafe  # type: ignore[attr-defined]
+            return len(calls), manager.stats().steps - steps
+
+    wakes, steps = asyncio.run(main())
+    assert 0 < wakes <= steps + 1
+
+
+INTERRUPTED = """
+import os, signal, sys, threading
+sys.path[:0] = {path!r}
+from tiny_models import greedy, make_model, make_prompts
+import hf_cb
+hf_cb.patch()
+model = make_model()
+prompts = make_prompts([5, 9, 20])
+want = [r.generated_tokens for r in model.generate_batch(prompts, greedy(5)).values()]
+with model.continuous_batching_context_manager() as manager:
+    for call in (
+        lambda: model.generate_batch(prompts * 20, greedy(200)),
+        lambda: [None for _ in model.stream_batch(prompts * 20, greedy(200))],
+        lambda: manager.submit(prompts[0], greedy(245)).result() and manager.submit(prompts[0], greedy(245)).result(),
+    ):
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            call()
+            raise SystemExit("was not interrupted")
+        except KeyboardInterrupt:
+            pass
+        assert [r.generated_tokens for r in model.generate_batch(prompts, greedy(5)).values()] == want
+    assert manager.submit(prompts[0], greedy(5)).result(10).generated_tokens == want[0]
+print("well")
+"""
+
+
+def test_real_interrupts() -> None:
+    """Ctrl-C in a cell: its requests go, and the next call works."""
+    code = INTERRUPTED.format(path=[str(Path(__file__).parents[1])])
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.stdout.strip() == "well", done.stderr[-2000:]
