@@ -81,7 +81,7 @@ class EngineLoop:
         # the idle thread waits for it, and holds nothing else of ours; a finalizer may put something in at any moment
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         weakref.finalize(self, self._news.put, None).atexit = False
-        # guards what is below; entered itself, as an interrupt in Condition.__enter__, Python code, would keep it locked
+        # guards what is below; entered itself, as an interrupt in Condition.__enter__ (Python code) keeps it locked
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # others wait on it for the thread
         self._inbox: list[Callable[[], None]] = []
@@ -178,8 +178,7 @@ class EngineLoop:
             self._deliver([], RequestCancelledError("The manager was destroyed before it was started."))
 
     def join(self, timeout: float | None = None) -> None:
-        thread = self._thread
-        if thread is None or thread is threading.current_thread():
+        if (thread := self._thread) is None or thread is threading.current_thread():
             return
         thread.join(timeout)
         if thread.is_alive():
