@@ -151,7 +151,7 @@ def test_hooks_that_come_after_the_verdict() -> None:
     assert [r.generated_tokens for r in model.generate_batch(prompts, greedy(6)).values()] == want
 
 
-def test_a_forward_that_somebody_else_has_put_into_the_class(monkeypatch) -> None:
+def test_a_forward_that_somebody_else_has_put_into_the_class() -> None:
     cls = transformers.models.lfm2.modeling_lfm2.Lfm2ShortConv
     original = cls.forward
     model = make_hybrid("Lfm2")
@@ -162,11 +162,15 @@ def test_a_forward_that_somebody_else_has_put_into_the_class(monkeypatch) -> Non
     def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(cls, "forward", theirs)
-    assert [r.generated_tokens for r in model.generate_batch(prompts, greedy(6)).values()] == want
-    hf_cb.unpatch()
-    assert cls.forward is theirs
-    hf_cb.patch()
+    cls.forward = theirs  # not by monkeypatch: that would put our wrapper back, which stands there now
+    try:
+        assert [r.generated_tokens for r in model.generate_batch(prompts, greedy(6)).values()] == want
+        hf_cb.unpatch()
+        assert cls.forward is theirs
+    finally:
+        hf_cb.unpatch()
+        cls.forward = original
+        hf_cb.patch()
 
 
 def test_explain_names_the_states() -> None:
