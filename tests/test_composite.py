@@ -15,7 +15,7 @@ import hf_cb
 from hf_cb import EngineConfig, OptionError
 from hf_cb.errors import PromptError
 from hf_cb.manager import probe
-from hf_cb.models.twin import make_twin, shrink
+from hf_cb.models.twin import make_twin, shrink, spread_weights
 
 pytestmark = pytest.mark.usefixtures("patched")
 # rotary positions in three dimensions, windows, a prompt seen both ways (so never cut up), short convolutions
@@ -44,10 +44,7 @@ def make_composite(name: str) -> Any:
     cls = getattr(transformers, name)
     torch.manual_seed(0)
     model = cls._from_config(shrink(full_size(cls)), dtype=torch.float32).eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
-    return model
+    return spread_weights(model)
 
 
 @pytest.mark.parametrize("name", COMPOSITES)

@@ -15,7 +15,7 @@ from hf_cb import EngineConfig, UnsupportedModelError
 from hf_cb.manager import paths, probe
 from hf_cb.models.dense import DenseModel
 from hf_cb.models.paged import PagedModel
-from hf_cb.models.twin import make_twin, shrink
+from hf_cb.models.twin import make_twin, shrink, spread_weights
 
 pytestmark = pytest.mark.usefixtures("patched")
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -49,9 +49,7 @@ def test_path_and_answers(name: str) -> None:
     config = getattr(transformers, options.pop("_config", f"{name}Config"))(**options)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval().float()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
+    spread_weights(model)
     prompts = make_prompts([1, 7, 8, 17, 30])
     want = [generate_alone(model, p, greedy(8)) for p in prompts]
     for engine_config in (EngineConfig(block_size=4, max_batch_tokens=16), EngineConfig(max_batch_tokens=5)):

@@ -15,6 +15,7 @@ from hf_cb import EngineConfig
 from hf_cb.attention import interception
 from hf_cb.errors import ModelChangedError
 from hf_cb.models.trace import trace_layers
+from hf_cb.models.twin import spread_weights
 
 pytestmark = pytest.mark.usefixtures("patched")
 
@@ -41,10 +42,7 @@ def make_hybrid(name: str) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**SHAPE | HYBRIDS[name])
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval().float()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
-    return model
+    return spread_weights(model)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

@@ -9,6 +9,8 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from hf_cb.models.twin import spread_weights
+
 VOCAB = 128
 SHAPE = dict(
     hidden_size=64,
@@ -60,10 +62,7 @@ def make_model(family: str = "Llama", seed: int = 0, **changes: Any) -> PreTrain
         options.pop(name)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config_class(**options)).eval().float()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
-    return model
+    return spread_weights(model)
 
 
 def make_prompts(lengths: list[int], seed: int = 1) -> list[list[int]]:

@@ -29,6 +29,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_cb.config import EngineConfig
+from hf_cb.models.twin import spread_weights
 from hf_cb.patching import explain, patch, unpatch
 
 VOCAB, WINDOW, NEW_TOKENS, MAX_PARAMETERS = 128, 8, 12, 60_000_000
@@ -122,10 +123,7 @@ def build_tiny(model_type: str, class_name: str, seed: int) -> Any:
         raise CannotBuild(f"{size / 1e6:.0f} M parameters")
     torch.manual_seed(seed)
     model = model_class(config).eval().float()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
-    return model
+    return spread_weights(model)
 
 
 def prompts_up_to(longest: int) -> list[list[int]]:

@@ -77,7 +77,7 @@ class Engine:
         """
         request.params = replace(request.params, max_new_tokens=fit(request, self.config, self.kv))
         request.regime = self.runner.key_regime(request)
-        if len(self._ends) > 64 + 8 * len(self.scheduler.waiting + self.scheduler.running):
+        if len(self._ends) > 64 + 8 * (len(self.scheduler.waiting) + len(self.scheduler.running)):
             self._ends = [entry for entry in self._ends if entry[2].status is not Status.FINISHED]
             heapify(self._ends)
         for end in end_times(request):
@@ -133,7 +133,7 @@ class Engine:
             StepRecord(
                 step=self.num_steps,
                 commit_s=time.perf_counter() - began,
-                tokens_allowed=min(self.recovery.budget or self.config.max_batch_tokens, self.config.max_batch_tokens),
+                tokens_allowed=self.recovery.budget or self.config.max_batch_tokens,
                 blocks_used=held,
                 blocks_cached=cached,
                 blocks_allowed=self.kv.pool.num_blocks,

@@ -67,7 +67,7 @@ class Recovery:
             if self._good_steps < self._patience:
                 return
             if self.budget < max_tokens:
-                self._good_steps, self.budget, self._raised = 0, self.budget * 2, True
+                self._good_steps, self.budget, self._raised = 0, min(self.budget * 2, max_tokens), True
             else:  # it is over
                 self.budget, self._patience, self._raised = None, PATIENCE, False
 

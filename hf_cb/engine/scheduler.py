@@ -38,7 +38,7 @@ class Scheduler:
         """The next step, of these requests only, with at most `budget` tokens. Requests of a step that is not committed
         yet are left out."""
         plan = StepPlan()
-        left = allowed = min(budget or self.config.max_batch_tokens, self.config.max_batch_tokens)
+        left = allowed = budget or self.config.max_batch_tokens
         planned: dict[Request, PlanPart] = {}
         running, waiting = list(self.running), list(self.waiting)
         if only is not None:

@@ -22,7 +22,7 @@ from hf_cb.errors import UnsupportedModelError
 from hf_cb.models.device import device_of, turn
 from hf_cb.models.groups import LayerGroup
 from hf_cb.models.lanes import Lanes
-from hf_cb.models.rope import first_states, reset, rotary_by_length
+from hf_cb.models.rope import reset, rotary_by_length, states_kept
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -88,8 +88,8 @@ class DenseModel:
         groups: defaultdict[Lanes, list[Request]] = defaultdict(list)
         for request, length in wanted.items():
             if not self.recompute and self._length(request) == length - 1:
-                groups[self._lane_for(request, length)].append(request)
-        with self._turn, first_states(self._rotary):
+                groups[self._move(request, length)].append(request)
+        with self._turn, states_kept(self._rotary):
             for lanes, requests in groups.items():
                 if self.batched and len(requests) > 1:
                     rows |= self._decode_together(lanes, requests)
@@ -107,9 +107,12 @@ class DenseModel:
         lanes = self._lane_of.get(request)
         return None if lanes is None else lanes.length(request)
 
-    def _lane_for(self, request: Request, length: int) -> Lanes:
-        """Where requests of this length are; the request moves there."""
-        lanes, now = self._lanes[max(SHORT, length.bit_length())], self._lane_of[request]
+    def _lanes_for(self, length: int) -> Lanes:
+        return self._lanes[max(SHORT, length.bit_length())]
+
+    def _move(self, request: Request, length: int) -> Lanes:
+        """To where requests of this length are."""
+        lanes, now = self._lanes_for(length), self._lane_of[request]
         if lanes is not now:
             lanes.put(request, now.one(request), length - 1)
             now.forget(request)
@@ -130,7 +133,7 @@ class DenseModel:
         self._reset_rope()
         out = self.model._prefill(ids, self._config(), kwargs, is_first_iteration=True)
         self.forget(request)
-        lanes = self._lane_of[request] = self._lanes[max(SHORT, ids.shape[1].bit_length())]
+        lanes = self._lane_of[request] = self._lanes_for(ids.shape[1])
         lanes.put(request, self._next(out, kwargs), ids.shape[1])
         return out.logits[:, -1]
 

@@ -55,8 +55,10 @@ class Piece:
     end: int = 0
     is_first: bool = False  # a prompt's beginning: there is no state yet
 
-    def tokens(self) -> list[Piece]:
-        """This piece token by token."""
+    def singly(self) -> list[Piece]:
+        """This piece for a module that restarts when it is given several tokens: token by token behind a state."""
+        if self.is_first or self.rows is not None:
+            return [self]
         return [replace(self, begin=i, end=i + 1) for i in range(self.begin, self.end)]
 
     def cut(self, value: Any, num_tokens: int) -> Any:
@@ -99,12 +101,10 @@ class RecurrentStates:
     def drives(self, batch: StepBatch) -> dict[int, Drive]:
         """What runs in place of the modules' forward in this step."""
         pieces = self._pieces(batch)
-        singly = [s for p in pieces for s in ([p] if p.is_first or p.rows is not None else p.tokens())]
+        singly = [s for p in pieces for s in p.singly()] if self._restarting else []
         return {
-            id(module): functools.partial(
-                drive_pieces, type(module), singly if type(module) in self._restarting else pieces
-            )
-            for module in self.modules
+            id(m): functools.partial(drive_pieces, type(m), singly if type(m) in self._restarting else pieces)
+            for m in self.modules
         }
 
     def _pieces(self, batch: StepBatch) -> list[Piece]:

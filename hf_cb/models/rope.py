@@ -125,11 +125,9 @@ def reset(module: nn.Module) -> None:
 
 
 @contextmanager
-def first_states(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the modules are in their first state; afterwards as before."""
+def states_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Whatever happens to the modules inside, they are afterwards as before."""
     before = [(dict(vars(module)), dict(module._buffers)) for module in modules]
-    for module in modules:
-        reset(module)
     try:
         yield
     finally:

@@ -73,10 +73,15 @@ def _build(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel 
     if _num_parameters(model, config) > MAX_PARAMETERS:
         return None
     twin = type(model)._from_config(config, dtype=torch.float32).eval()
-    for parameter in twin.parameters():
-        if parameter.dim() > 1:  # spread the logits: a wrong path must show in the numbers
+    return spread_weights(twin)
+
+
+def spread_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Random weights that spread the logits: a wrong path shows in the numbers, and greedy decoding meets no ties."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
-    return twin
+    return model
 
 
 def shrink(config: PretrainedConfig, crossing: bool = True) -> PretrainedConfig:
