@@ -7,10 +7,21 @@ from tiny_models import VOCAB
 
 import hf_cb
 from hf_cb.bench import first_token
-from hf_cb.bench.engines import NAMES, Generate, HfCb, Measured, TransformersBatching, make_engines
+from hf_cb.bench.engines import HERE, Generate, HfCb, TransformersBatching, make_engines
+from hf_cb.bench.measured import CannotRun, Measured
 from hf_cb.bench.report import decode_steps, percentile, summarize, table
 from hf_cb.bench.run import run_engines
-from hf_cb.bench.workload import BenchRequest, Workload, mixed, shipped_text, single
+from hf_cb.bench.workload import (
+    BenchRequest,
+    Workload,
+    long_answers,
+    long_prompts,
+    mixed,
+    poisson,
+    shared,
+    shipped_text,
+    single,
+)
 
 
 def tokenizer(text: str, verbose: bool = True) -> dict[str, list[int]]:
@@ -63,6 +74,62 @@ def test_impossible_workloads_are_refused():
             mixed(tokenizer, **wrong)
 
 
+def test_long_prompts_and_long_answers_start_at_different_places():
+    long, short = long_prompts(tokenizer), long_answers(tokenizer, n=3)
+    assert {(len(r.prompt), r.max_new) for r in long.requests} == {(2000, 20)}
+    assert {(len(r.prompt), r.max_new) for r in short.requests} == {(20, 2000)}
+    assert len({tuple(r.prompt[:20]) for r in long.requests}) == 16
+    (cut,) = long_prompts(tokenizer, n=1, max_len=300).requests
+    assert len(cut.prompt) == 280
+    with pytest.raises(hf_cb.OptionError, match="no room"):
+        long_answers(tokenizer, max_len=2000)
+
+
+def test_a_shared_beginning():
+    load = shared(tokenizer, n=5, prefix_len=100)
+    assert len({tuple(r.prompt[:100]) for r in load.requests}) == 1
+    assert len({tuple(r.prompt[100:]) for r in load.requests}) == 5
+    assert {(len(r.prompt), r.max_new) for r in load.requests} == {(132, 64)}
+
+
+def test_arrivals_are_the_same_every_time_and_as_many_a_second_as_asked():
+    base = mixed(tokenizer, n=400)
+    load = poisson(base, rate=8.0)
+    assert load == poisson(base, rate=8.0) and load != poisson(base, rate=8.0, seed=1)
+    times = [r.arrival for r in load.requests]
+    assert times == sorted(times) and times[0] == 0.0
+    assert 400 / 8 * 0.8 < times[-1] < 400 / 8 * 1.2
+    assert base.at_once and not load.at_once and load.warm_up().at_once
+    for rate in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(hf_cb.OptionError, match="rate"):
+            poisson(base, rate)
+
+
+@pytest.mark.parametrize("engine", [HfCb, TransformersBatching])
+def test_requests_can_arrive_later(llama, engine):
+    load = few((3, 5))
+    load.requests[1] = replace(load.requests[1], arrival=0.3)
+    measured = engine(llama).run(load)
+    assert measured.problems == [] and measured.seconds >= 0.3
+    assert all(t > 0 for t in measured.ttft) and min(measured.itl) >= 0
+
+
+def test_generate_takes_no_later_arrivals(llama):
+    result = run_engines([Generate(llama)], poisson(few(), rate=100.0))
+    assert list(result.unable) == ["generate"] and result.problems == []
+    with pytest.raises(CannotRun):
+        Generate(llama).run(poisson(few(), rate=100.0))
+
+
+def test_options_reach_the_engines_that_know_them(llama):
+    ours, theirs = make_engines(["hf_cb", "transformers"], llama, max_num_seqs=2, prefix_caching=False)
+    assert isinstance(ours, HfCb) and isinstance(theirs, TransformersBatching)
+    assert (ours.config.max_num_seqs, ours.config.prefix_caching) == (2, False)
+    assert theirs._config(few()).allow_block_sharing is False
+    assert ours.run(few()).problems == [] and theirs.run(few()).problems == []
+    assert max(step.requests for step in ours.run(few((6, 6, 6))).steps) == 2
+
+
 @pytest.mark.parametrize("engine", [HfCb, Generate, TransformersBatching])
 def test_every_engine_makes_the_tokens_that_were_ordered(llama, engine):
     load = few()
@@ -72,6 +139,7 @@ def test_every_engine_makes_the_tokens_that_were_ordered(llama, engine):
     assert len(measured.ttft) == 3 and len(measured.itl) == load.output_tokens - 3
     assert all(0 < t <= measured.seconds for t in measured.ttft)
     assert bool(measured.steps) == (engine is HfCb)
+    assert [len(ids) for ids in measured.tokens] == [3, 5, 2]
 
 
 def test_generate_works_in_batches(llama):
@@ -145,7 +213,9 @@ def test_percentiles():
 
 
 def test_engines_by_name(llama):
-    assert [e.name for e in make_engines(NAMES, llama)] == list(NAMES)
+    assert [e.name for e in make_engines(HERE, llama)] == list(HERE)
+    with pytest.raises(hf_cb.OptionError, match="--env vllm=PYTHON"):
+        make_engines(["vllm"], llama)
     with pytest.raises(hf_cb.OptionError, match="warp"):
         make_engines(["warp"], llama)
     with pytest.raises(hf_cb.OptionError, match="blocks"):

@@ -7,14 +7,18 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from hf_cb.bench.engines import HfCb, Measured
+from hf_cb.bench.engines import HfCb
+from hf_cb.bench.floor import Floor
+from hf_cb.bench.measured import Measured
 from hf_cb.bench.run import BenchResult
+from hf_cb.bench.speeds import Speeds
 from hf_cb.core import StepRecord
 
+PERCENTILES = (50, 95, 99)
 NEARLY_FULL = 0.9  # of the most requests that a step of nothing but decoding had
 
 
-def summarize(result: BenchResult) -> dict[str, Any]:
+def summarize(result: BenchResult, floor: Floor | None = None, speeds: Speeds | None = None) -> dict[str, Any]:
     """All that was measured, ready for JSON; seconds end in `_s`, milliseconds in `_ms`, unknown is None."""
     load = result.workload
     summary: dict[str, Any] = {
@@ -23,11 +27,21 @@ def summarize(result: BenchResult) -> dict[str, Any]:
             "requests": len(load.requests),
             "prompt_tokens": load.prompt_tokens,
             "output_tokens": load.output_tokens,
+            "last_arrival_s": max(r.arrival for r in load.requests),
         },
-        "engines": {name: _engine(result, name) for name in result.rounds},
+        "engines": {name: _engine(result, name, floor) for name in result.rounds},
         "ratios": {},
+        "unable": result.unable,
         "problems": result.problems,
     }
+    if floor is not None and speeds is not None:
+        summary["floor"] = {
+            "tok_s": floor.tok_s,
+            "seconds": floor.seconds,
+            "bandwidth_gb_s": speeds.bandwidth / 1e9,
+            "product_gflop_s": speeds.rate / 1e9,
+            "product": speeds.product,
+        }
     if HfCb.name in result.rounds:
         peers = [name for name in result.rounds if name != HfCb.name]
         summary["ratios"] = {f"{HfCb.name} / {peer}": result.ratio(HfCb.name, peer) for peer in peers}
@@ -60,14 +74,25 @@ def table(summary: dict[str, Any]) -> str:
         f"workload {load['name']}: {load['requests']} requests, {load['prompt_tokens']} prompt and "
         f"{load['output_tokens']} output tokens",
         "",
-        f"{'engine':<14}{'tok/s':>9}{'seconds':>9}{'TTFT p50':>10}{'p95 (s)':>9}{'ITL p50':>10}{'p95 (ms)':>10}",
+        f"{'engine':<13}{'tok/s':>8}{'seconds':>9}  {'TTFT p50':>8}{'p95':>7}{'p99 s':>7}  {'ITL p50':>8}{'p95':>8}"
+        f"{'p99 ms':>8}  {'start s':>7}{'peak GiB':>9}{'of floor':>9}",
     ]
     for name, engine in summary["engines"].items():
-        latencies = (
-            f"{_show(engine['ttft_p50_s'], 1, 3):>10}{_show(engine['ttft_p95_s'], 1, 3):>9}"
-            f"{_show(engine['itl_p50_s'], 1e3, 2):>10}{_show(engine['itl_p95_s'], 1e3, 2):>10}"
+        ttft = [_show(engine[f"ttft_p{p}_s"], 1, 2) for p in PERCENTILES]
+        itl = [_show(engine[f"itl_p{p}_s"], 1e3, 1) for p in PERCENTILES]
+        lines.append(
+            f"{name:<13}{engine['tok_s']:>8.1f}{engine['seconds']:>9.2f}  {ttft[0]:>8}{ttft[1]:>7}{ttft[2]:>7}  "
+            f"{itl[0]:>8}{itl[1]:>8}{itl[2]:>8}  {_show(engine['startup_s'], 1, 1):>7}"
+            f"{_show(engine['peak_bytes'], 2**-30, 2):>9}{_show(engine['of_floor'], 1, 2):>9}"
         )
-        lines.append(f"{name:<14}{engine['tok_s']:>9.1f}{engine['seconds']:>9.2f}{latencies}")
+    lines += [f"{name:<13} cannot: {why}" for name, why in summary["unable"].items()]
+    floor = summary.get("floor")
+    if floor:
+        lines += [
+            "",
+            f"floor: {floor['tok_s']:.1f} tok/s, {floor['seconds']:.2f} s, from {floor['bandwidth_gb_s']:.1f} GB/s and "
+            f"{floor['product_gflop_s']:.0f} GFLOP/s ({floor['product']})",
+        ]
     if summary["ratios"]:
         ratios = [f"{name} {ratio:.2f}" for name, ratio in summary["ratios"].items()]
         lines += ["", f"ratios: {', '.join(ratios)}"]
@@ -86,20 +111,29 @@ def table(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _engine(result: BenchResult, name: str) -> dict[str, Any]:
+def _engine(result: BenchResult, name: str, floor: Floor | None) -> dict[str, Any]:
     runs = result.rounds[name]
     ttft = [t for run in runs for t in run.ttft]
     itl = [t for run in runs for t in run.itl]
+    seconds = statistics.median(run.seconds for run in runs)
     return {
         "tok_s": result.tok_s(name),
-        "seconds": statistics.median(run.seconds for run in runs),
+        "seconds": seconds,
         "output_tokens": runs[0].output_tokens,
-        "ttft_p50_s": percentile(ttft, 50),
-        "ttft_p95_s": percentile(ttft, 95),
-        "itl_p50_s": percentile(itl, 50),
-        "itl_p95_s": percentile(itl, 95),
+        **{f"ttft_p{p}_s": percentile(ttft, p) for p in PERCENTILES},
+        **{f"itl_p{p}_s": percentile(itl, p) for p in PERCENTILES},
+        "startup_s": _middle([run.startup_s for run in runs]),
+        "peak_bytes": max((run.peak_bytes for run in runs if run.peak_bytes is not None), default=None),
+        "of_floor": None if floor is None else floor.seconds / seconds,
+        "first_tokens_agree": result.agreed(name),
+        "about": runs[0].about,
         "runs": [_run(run) for run in runs],
     }
+
+
+def _middle(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def _run(run: Measured) -> dict[str, float]:

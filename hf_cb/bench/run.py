@@ -9,17 +9,24 @@ from dataclasses import dataclass, field
 
 import transformers
 
-from hf_cb.bench.engines import BenchEngine, Measured
+from hf_cb.bench.measured import BenchEngine, CannotRun, Measured
 from hf_cb.bench.workload import Workload
+
+OURS = "hf_cb"
+AGREED = 0.5  # of the first tokens must be the same: far above chance, and far below what rounding alone does
 
 
 @dataclass
 class BenchResult:
-    """All rounds of all engines. One that raised is in `failed`, with why, and keeps earlier rounds."""
+    """All rounds of all engines. One that raised is in `failed`, with why, and keeps earlier rounds.
+
+    One that is not made for this workload or model is in `unable`, with why.
+    """
 
     workload: Workload
     rounds: dict[str, list[Measured]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    unable: dict[str, str] = field(default_factory=dict)
 
     @property
     def problems(self) -> list[str]:
@@ -27,7 +34,17 @@ class BenchResult:
         found = [f"{name} failed: {message}" for name, message in self.failed.items()]
         for name, runs in self.rounds.items():
             found += [f"{name}, round {i + 1}: {p}" for i, run in enumerate(runs) for p in run.problems]
+            agreed = self.agreed(name)
+            if agreed is not None and agreed < AGREED:
+                found.append(f"{name}: only {agreed:.0%} of its first tokens are {OURS}'s: is it the same model?")
         return found
+
+    def agreed(self, engine: str) -> float | None:
+        """The share of requests with the same first token as hf_cb's; later ones differ by rounding soon enough."""
+        if engine == OURS or OURS not in self.rounds:
+            return None
+        pairs = list(zip(self.rounds[OURS][0].tokens, self.rounds[engine][0].tokens, strict=False))
+        return statistics.fmean(ours[:1] == theirs[:1] for ours, theirs in pairs) if pairs else None
 
     def tok_s(self, engine: str) -> float:
         """Output tokens per second, median of the rounds."""
@@ -49,6 +66,8 @@ def run_engines(
 
     Args:
         on_run: called after each measured run.
+
+    Engines with a `close` are not closed: their processes are the caller's to end.
     """
     result = BenchResult(workload)
     with _quiet_transformers():
@@ -66,10 +85,13 @@ def run_engines(
 
 def _attempt(result: BenchResult, engine: BenchEngine, workload: Workload) -> Measured | None:
     """A run, or None if the engine raises or has raised before: the others are still worth measuring."""
-    if engine.name in result.failed:
+    if engine.name in result.failed or engine.name in result.unable:
         return None
     try:
         return engine.run(workload)
+    except CannotRun as error:
+        result.unable[engine.name] = str(error)
+        return None
     except Exception as error:
         result.failed[engine.name] = f"{type(error).__name__}: {error}"
         return None
