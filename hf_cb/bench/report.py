@@ -11,15 +11,19 @@ from hf_cb.bench.engines import HfCb
 from hf_cb.bench.floor import Floor
 from hf_cb.bench.measured import Measured
 from hf_cb.bench.run import BenchResult
-from hf_cb.bench.speeds import Speeds
+from hf_cb.bench.speeds import Speeds, best_of
 from hf_cb.core import StepRecord
 
 PERCENTILES = (50, 95, 99)
+STEADY = 0.9  # of the best speed: what is below is worth a word
 NEARLY_FULL = 0.9  # of the most requests that a step of nothing but decoding had
 
 
-def summarize(result: BenchResult, floor: Floor | None = None, speeds: Speeds | None = None) -> dict[str, Any]:
-    """All that was measured, ready for JSON; seconds end in `_s`, milliseconds in `_ms`, unknown is None."""
+def summarize(result: BenchResult, floor: Floor | None = None, seen: Sequence[Speeds] = ()) -> dict[str, Any]:
+    """All that was measured, ready for JSON; seconds end in `_s`, milliseconds in `_ms`, unknown is None.
+
+    `seen` has the machine's speeds, each time they were measured; the floor was made of the best.
+    """
     load = result.workload
     summary: dict[str, Any] = {
         "workload": {
@@ -34,13 +38,15 @@ def summarize(result: BenchResult, floor: Floor | None = None, speeds: Speeds | 
         "unable": result.unable,
         "problems": result.problems,
     }
-    if floor is not None and speeds is not None:
+    if floor is not None:
+        speeds = best_of(seen)
         summary["floor"] = {
             "tok_s": floor.tok_s,
             "seconds": floor.seconds,
             "bandwidth_gb_s": speeds.bandwidth / 1e9,
             "product_gflop_s": speeds.rate / 1e9,
             "product": speeds.product,
+            "seen": [{"bandwidth_gb_s": s.bandwidth / 1e9, "product_gflop_s": s.rate / 1e9} for s in seen],
         }
     if HfCb.name in result.rounds:
         peers = [name for name in result.rounds if name != HfCb.name]
@@ -93,6 +99,11 @@ def table(summary: dict[str, Any]) -> str:
             f"floor: {floor['tok_s']:.1f} tok/s, {floor['seconds']:.2f} s, from {floor['bandwidth_gb_s']:.1f} GB/s and "
             f"{floor['product_gflop_s']:.0f} GFLOP/s ({floor['product']})",
         ]
+        worst = [min(seen[key] for seen in floor["seen"]) for key in ("bandwidth_gb_s", "product_gflop_s")]
+        if worst[0] < STEADY * floor["bandwidth_gb_s"] or worst[1] < STEADY * floor["product_gflop_s"]:
+            lines.append(
+                f"the machine's speed varies: {worst[0]:.1f} GB/s and {worst[1]:.0f} GFLOP/s were seen as well"
+            )
     if summary["ratios"]:
         ratios = [f"{name} {ratio:.2f}" for name, ratio in summary["ratios"].items()]
         lines += ["", f"ratios: {', '.join(ratios)}"]

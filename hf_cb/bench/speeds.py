@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,11 @@ class Speeds:
     rate: float
     product: str = ""
 
-    def best(self, other: Speeds) -> Speeds:
-        """The better of each."""
-        faster = self if self.rate >= other.rate else other
-        return Speeds(max(self.bandwidth, other.bandwidth), faster.rate, faster.product)
+
+def best_of(seen: Sequence[Speeds]) -> Speeds:
+    """The best of each."""
+    fastest = max(seen, key=lambda s: s.rate)
+    return Speeds(max(s.bandwidth for s in seen), fastest.rate, fastest.product)
 
 
 def torch_matmul(weight: Tensor) -> Multiply:
