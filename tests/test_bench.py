@@ -1,12 +1,13 @@
 """The benchmark's parts: workloads, engines, rounds and figures."""
 
+import time
 from dataclasses import replace
 
 import pytest
 from tiny_models import VOCAB
 
 import hf_cb
-from hf_cb.bench import first_token
+from hf_cb.bench import first_token, others
 from hf_cb.bench.engines import HERE, Generate, HfCb, TransformersBatching, make_engines
 from hf_cb.bench.measured import CannotRun, Measured
 from hf_cb.bench.report import decode_steps, percentile, summarize, table
@@ -180,6 +181,32 @@ def test_engines_take_turns_and_ratios_are_of_rounds():
     assert result.tok_s("hf_cb") == few().output_tokens / 2.0
     assert result.ratio("hf_cb", "generate") == 3.0
     assert summarize(result)["ratios"] == {"hf_cb / generate": 3.0}
+
+
+def test_other_programs_are_noticed(monkeypatch):
+    busy, ours = iter([10.0, 16.0]), iter([3.0, 5.0])
+    monkeypatch.setattr(others, "_busy", lambda: next(busy))
+    monkeypatch.setattr(others, "_ours", lambda: next(ours))
+    clock = iter([0.0, 2.0])
+    monkeypatch.setattr(others.time, "perf_counter", lambda: next(clock))
+    assert others.OtherWork().cores() == 2.0
+
+
+def test_our_own_work_is_not_another_programs():
+    before = others._ours()
+    end = time.process_time() + 0.1
+    while time.process_time() < end:
+        pass
+    assert others._ours() - before >= 0.08 and others._busy() > 0
+
+
+def test_figures_of_a_busy_machine_come_with_a_word():
+    result = run_engines([Fake("hf_cb", [1.0] * 2)], few())
+    assert result.rounds["hf_cb"][0].others is not None
+    result.rounds["hf_cb"][0].others = 0.05
+    assert "quiet machine" not in table(summarize(result))
+    result.rounds["hf_cb"][0].others = 1.25
+    assert "up to 1.2 cores busy meanwhile: measure on a quiet machine" in table(summarize(result))
 
 
 def test_an_engine_that_raises_does_not_end_the_others():

@@ -21,8 +21,9 @@ class Measured:
 
     `ttft` has for each request the time from its arrival to its first token, `itl` every gap between two tokens
     of the same request; both are empty where the engine does not tell. `tokens` has each request's output.
-    `startup_s` is what it took to get ready before the clock, `peak_bytes` the most memory in the run. `problems`
-    says what was not as ordered; `steps` is hf_cb's own trace.
+    `startup_s` is what it took to get ready before the clock, `peak_bytes` the most memory in the run, `others` the
+    cores that other programs kept busy meanwhile. `problems` says what was not as ordered; `steps` is hf_cb's own
+    trace; `about` is the version and the options of a peer.
     """
 
     engine: str
@@ -35,6 +36,7 @@ class Measured:
     tokens: list[list[int]] = field(default_factory=list)
     startup_s: float | None = None
     peak_bytes: int | None = None
+    others: float | None = None
     about: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -15,6 +15,7 @@ from hf_cb.bench.speeds import Speeds, best_of
 from hf_cb.core import StepRecord
 
 PERCENTILES = (50, 95, 99)
+DISTURBING = 0.1  # cores that are busy with something else
 STEADY = 0.9  # of the best speed: what is below is worth a word
 NEARLY_FULL = 0.9  # of the most requests that a step of nothing but decoding had
 
@@ -104,6 +105,9 @@ def table(summary: dict[str, Any]) -> str:
             lines.append(
                 f"the machine's speed varies: {worst[0]:.1f} GB/s and {worst[1]:.0f} GFLOP/s were seen as well"
             )
+    others = max((engine["other_cores"] or 0.0 for engine in summary["engines"].values()), default=0.0)
+    if others > DISTURBING:
+        lines += ["", f"other programs kept up to {others:.1f} cores busy meanwhile: measure on a quiet machine"]
     if summary["ratios"]:
         ratios = [f"{name} {ratio:.2f}" for name, ratio in summary["ratios"].items()]
         lines += ["", f"ratios: {', '.join(ratios)}"]
@@ -136,6 +140,7 @@ def _engine(result: BenchResult, name: str, floor: Floor | None) -> dict[str, An
         "startup_s": _middle([run.startup_s for run in runs]),
         "peak_bytes": max((run.peak_bytes for run in runs if run.peak_bytes is not None), default=None),
         "of_floor": None if floor is None else floor.seconds / seconds,
+        "other_cores": max((run.others for run in runs if run.others is not None), default=None),
         "first_tokens_agree": result.agreed(name),
         "about": runs[0].about,
         "runs": [_run(run) for run in runs],

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import transformers
 
 from hf_cb.bench.measured import BenchEngine, CannotRun, Measured
+from hf_cb.bench.others import OtherWork
 from hf_cb.bench.workload import Workload
 
 OURS = "hf_cb"
@@ -87,14 +88,17 @@ def _attempt(result: BenchResult, engine: BenchEngine, workload: Workload) -> Me
     """A run, or None if the engine raises or has raised before: the others are still worth measuring."""
     if engine.name in result.failed or engine.name in result.unable:
         return None
+    others = OtherWork()
     try:
-        return engine.run(workload)
+        measured = engine.run(workload)
     except CannotRun as error:
         result.unable[engine.name] = str(error)
         return None
     except Exception as error:
         result.failed[engine.name] = f"{type(error).__name__}: {error}"
         return None
+    measured.others = others.cores()
+    return measured
 
 
 @contextmanager
