@@ -248,6 +248,7 @@ class StepBatch:
     seq_lens_list: list[int]
     groups: list[GroupBatch]
     block_size: int
+    best_is_enough: bool = False  # of each row of logits; a runner may then return the tokens themselves
 
     @property
     def max_seqlen_q(self) -> int:

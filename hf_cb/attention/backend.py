@@ -54,10 +54,11 @@ class AttentionBackend(Protocol):
 
 
 def backends() -> dict[str, type[AttentionBackend]]:
-    """The backends by name, the most general one last."""
+    """The backends by name, the fastest first and the most general one last."""
+    from hf_cb.attention.cpu import CpuBackend
     from hf_cb.attention.reference import ReferenceBackend
 
-    return {"reference": ReferenceBackend}
+    return {"cpu": CpuBackend, "reference": ReferenceBackend}
 
 
 def choose_backend(name: str | None, layers: Sequence[LayerFacts]) -> tuple[AttentionBackend, str]:

@@ -108,6 +108,7 @@ class Engine:
         times.append(time.perf_counter())
         try:
             step_batch = batching.build(plan, len(self.kv.groups), self.config.block_size, self.runner.device)
+            step_batch.best_is_enough = self.sampler.best_is_enough(plan.parts)
             times.append(time.perf_counter())
             logits = self.runner.forward(step_batch)
             times.append(time.perf_counter())

@@ -27,7 +27,10 @@ class Runner(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def forward(self, batch: StepBatch) -> Tensor: ...
+    def forward(self, batch: StepBatch) -> Tensor:
+        """Logits `[S, V]`, or where `batch.best_is_enough` perhaps the index of the largest one in each row,
+        int64 `[S]`, and -1 for a row with a NaN."""
+        ...
 
     def weights_key(self) -> object:
         """Changes when cached keys and values are no longer those of the weights."""

@@ -28,7 +28,12 @@ class Sampled:
 
 
 class SamplingStep(Protocol):
-    """Samples the rows of a step: logits `[S, V]`; each part has `samples` rows, in order. One list a part."""
+    """Samples the rows of a step: logits `[S, V]`; each part has `samples` rows, in order. One list a part.
+
+    Where it has said that the best token of each row is enough, it may get those, int64 `[S]`: -1 for a row with a NaN.
+    """
+
+    def best_is_enough(self, parts: Sequence[PlanPart]) -> bool: ...
 
     def sample(self, logits: Tensor, parts: Sequence[PlanPart]) -> list[list[Sampled]]: ...
 
@@ -36,7 +41,13 @@ class SamplingStep(Protocol):
 class Sampler:
     """Greedy in one argmax; other rows one by one, with `generate`'s processors on the request's own ids."""
 
+    def best_is_enough(self, parts: Sequence[PlanPart]) -> bool:
+        return all(_is_plain(p.request) and not p.request.params.logprobs for p in parts if p.samples)
+
     def sample(self, logits: Tensor, parts: Sequence[PlanPart]) -> list[list[Sampled]]:
+        if logits.dim() == 1:
+            tokens = iter(logits.tolist())
+            return [[_best(next(tokens)) for _ in range(part.samples)] for part in parts]
         rows = [part for part in parts for _ in range(part.samples)]
         plain = [i for i, part in enumerate(rows) if _is_plain(part.request)]
         found: dict[int, Sampled] = {}
@@ -60,6 +71,10 @@ class Sampler:
 def _is_plain(request: Request) -> bool:
     params = request.params
     return not params.do_sample and params.process is None
+
+
+def _best(token: int) -> Sampled:
+    return Sampled(token) if token >= 0 else Sampled(0, exception=_not_a_number())
 
 
 def _greedy(logits: Tensor, requests: list[Request]) -> list[Sampled]:

@@ -186,6 +186,9 @@ class _Recorder:
     forced: dict[str, list[int]] | None = None
     seen: dict[str, list[Tensor]] = field(default_factory=dict)
 
+    def best_is_enough(self, parts: Sequence[PlanPart]) -> bool:
+        return False
+
     def sample(self, logits: Tensor, parts: Sequence[PlanPart]) -> list[list[Sampled]]:
         rows = iter(logits.float().cpu())
         return [[Sampled(self._token(part.request, next(rows))) for _ in range(part.samples)] for part in parts]

@@ -18,6 +18,7 @@ from hf_cb.models.groups import LayerGroup, storage_layers
 from hf_cb.models.recurrent import RecurrentStates
 from hf_cb.models.rope import LengthDependentRope
 from hf_cb.models.trace import Trace
+from hf_cb.modules.weights import mark_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,6 +40,8 @@ class PagedModel:
         self.trace = trace
         self.groups = list(groups)
         self.backend = backend
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         # one block more than the pool hands out: block 0 is the null block
         self.storages = [
             backend.allocate(trace.layers[i], num_blocks + 1, block_size) for i in storage_layers(self.groups)
@@ -60,6 +63,11 @@ class PagedModel:
     @property
     def device(self) -> torch.device:
         return device_of(self.model)
+
+    def place(self, layer: int) -> tuple[Any, int]:
+        """A layer's storage, and the group that it is in."""
+        group, storage = self._place[layer]
+        return self.storages[storage], group
 
     def weights_key(self) -> object:
         """Moves when a parameter was written to or replaced (writes through `.data` leave no trace), a module was, or
@@ -138,9 +146,9 @@ def _marks_of(module: nn.Module) -> Iterator[object]:
 def _version_of(tensor: Tensor) -> object:
     """Moves when the tensor is written to, or another takes its place. A quantised weight may be a wrapper that owns no
     memory: what is inside tells then."""
-    version = -1 if tensor.is_inference() else tensor._version
     if not hasattr(tensor, "__tensor_flatten__"):
-        return tensor.data_ptr(), version
+        return mark_of(tensor)
+    version = -1 if tensor.is_inference() else tensor._version
     return version, [_version_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
 
 

@@ -1,0 +1,124 @@
+"""Weights that live in packed matrices, and come back bit for bit as soon as anybody else looks at them.
+
+A packed `Parameter` stays the same object with its shape, dtype and device; its memory is given up. Its class becomes
+`PackedParameter` meanwhile, whose every use through torch (reading, writing, copying, saving, moving) first puts the
+weights of the whole model back. What torch does not tell us of (raw pointers taken earlier) sees a NaN of that shape.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_cb.kernels.cpu import library as lib
+from hf_cb.kernels.cpu.linear import Columns
+
+# what can be asked of a packed parameter without unpacking it
+_HARMLESS = {
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn")
+} | {getattr(Tensor, name).__get__ for name in ("is_cuda", "is_meta", "is_sparse", "is_quantized", "itemsize")}
+_HARMLESS |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.__len__}
+_HARMLESS |= {Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.requires_grad_}
+_HARMLESS |= {torch.is_floating_point, torch.is_complex, torch.numel}
+
+_lock = threading.RLock()
+
+
+class PackedParameter(nn.Parameter):
+    """A Parameter whose values are in a packed matrix."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        _unpack_all_in((args, kwargs))
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        _unpack_all_in(self)
+        return self.__deepcopy__(memo)  # of the class that it is now
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _unpack_all_in(self)
+        return self.__reduce_ex__(protocol)
+
+
+def is_packed(parameter: Tensor) -> bool:
+    return type(parameter) is PackedParameter
+
+
+def mark_of(parameter: Tensor) -> object:
+    """Moves when a parameter is written to or gets other memory, and not when it is packed or unpacked."""
+    known = parameter.__dict__.get("_hf_cb_mark")
+    if is_packed(parameter):
+        return known[0]
+    mark = parameter.data_ptr(), -1 if parameter.is_inference() else parameter._version
+    return known[0] if known is not None and known[1] == mark else mark
+
+
+def _unpack_all_in(value: Any) -> None:
+    if isinstance(value, PackedParameter):
+        owner = value.__dict__.get("_hf_cb_packed")
+        if owner is not None:
+            owner.unpack()
+    elif isinstance(value, dict):
+        _unpack_all_in(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _unpack_all_in(item)
+
+
+class PackedWeights:
+    """The packed weights of one model. A parameter belongs to at most one of these at a time.
+
+    `unpacked` becomes True when the parameters have their values again; the matrices are of no use from then on,
+    except to a step that is still running on them.
+    """
+
+    def __init__(self, table: lib.Table, threads: int) -> None:
+        self.table = table
+        self.threads = threads
+        self.unpacked = False
+        self._pieces: dict[int, tuple[nn.Parameter, list[tuple[Columns, int]]]] = {}
+
+    def take(self, parameter: nn.Parameter, pieces: Sequence[Columns]) -> None:
+        """Packs a weight `[N, K]` into these columns, its rows in this order, and lets go of its memory."""
+        with _lock:
+            if is_packed(parameter):
+                raise ValueError("This parameter is packed already.")
+            rows, values, mark = 0, parameter.data, mark_of(parameter)
+            placed = []
+            for columns in pieces:
+                columns.pack(self.table, values[rows : rows + columns.columns], self.threads)
+                placed.append((columns, rows))
+                rows += columns.columns
+            self._pieces[id(parameter)] = (parameter, placed)
+            with torch.inference_mode(False), torch.no_grad():
+                parameter.data = torch.full((), float("nan"), dtype=values.dtype).expand(values.shape)
+            parameter.__dict__.update(_hf_cb_packed=self, _hf_cb_mark=(mark, None))
+            parameter.__class__ = PackedParameter
+
+    def unpack(self) -> None:
+        """Every parameter gets its values back. May be called from any thread, and again."""
+        with _lock:
+            while self._pieces:
+                _, (parameter, placed) = self._pieces.popitem()
+                with torch.inference_mode(False), torch.no_grad():
+                    shape, dtype = (sum(c.columns for c, _ in placed), placed[0][0].depth), placed[0][0].packed.dtype
+                    values = torch.empty(shape, dtype=dtype)
+                    for columns, row in placed:
+                        columns.unpack_into(self.table, values[row : row + columns.columns], self.threads)
+                    parameter.__class__ = nn.Parameter
+                    parameter.__dict__.pop("_hf_cb_packed", None)
+                    parameter.data = values
+                    mark = parameter.__dict__["_hf_cb_mark"][0]
+                    parameter.__dict__["_hf_cb_mark"] = (mark, (values.data_ptr(), parameter._version))
+            self.unpacked = True
+
