@@ -17,6 +17,7 @@ from hf_cb.bench.measured import Measured
 from hf_cb.bench.report import summarize, table
 from hf_cb.bench.run import BenchResult
 from hf_cb.bench.speeds import Speeds, best_of
+from hf_cb.bench.sweep import build_tiny
 from hf_cb.bench.workload import BenchRequest, Workload, poisson
 
 # a weight read takes 1 s, a token's products 0.001 s, and each token of KV that is read 0.01 s
@@ -88,6 +89,13 @@ def test_the_cost_of_a_model_is_counted_on_its_weights(family):
     assert cost.weight_bytes == 4 * (cost.body + cost.head)
     assert cost.kv_bytes == (2 * config.num_key_value_heads * dim * 4,) * config.num_hidden_layers
     assert (None in cost.windows, any(cost.windows)) == (True, family == "Gemma2")
+
+
+def test_layers_without_a_growing_cache_cost_no_reads():
+    found = {
+        kind: model_cost(build_tiny(kind.lower(), f"{kind}ForCausalLM", 0)).kv_token() for kind in ("Mamba", "Jamba")
+    }
+    assert found["Mamba"] == 0 and found["Jamba"] > 0
 
 
 def test_speeds_are_those_of_the_fastest(monkeypatch, shared_llama):

@@ -45,6 +45,11 @@ def test_a_job_has_room_for_the_longest_requests_that_run_together(llama, folder
     assert job["kv_bytes"] == 16 * token and job["threads"] == torch.get_num_threads()
 
 
+def test_a_model_on_another_device_is_not_for_peers_on_the_cpu(llama, folder):
+    with pytest.raises(CannotRun, match="on meta"):
+        job_maker("openvino", "python", llama.to("meta"), folder, LOAD, 64, False)()
+
+
 def test_a_model_in_the_peers_own_form_is_taken_as_it_is(llama, folder):
     assert job_maker("llamacpp", "python", llama, folder, LOAD, 64, True, given="/some/file.gguf")()["model"] == (
         "/some/file.gguf"

@@ -15,6 +15,7 @@ from hf_cb.bench.speeds import Speeds
 from hf_cb.bench.workload import BenchRequest, Workload
 
 TOKEN_BUDGET = 512  # query tokens in a step
+RECURRENT = ("linear", "mamba", "recurrent", "conv", "rwkv")  # in the names of kinds of layers
 
 
 @dataclass(frozen=True)
@@ -155,13 +156,22 @@ def _cache(config: Any, dtype: Any) -> tuple[tuple[int, ...], tuple[int | None, 
     """Bytes of a token and the window, for each layer; recurrent layers, whose state does not grow, count nothing."""
     layers = config.num_hidden_layers
     size = getattr(dtype, "itemsize", 2)
-    if getattr(config, "kv_lora_rank", None):  # what can be kept instead of keys and values
-        token = (config.kv_lora_rank + config.qk_rope_head_dim) * size
-    else:
-        heads = config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        token = 2 * (getattr(config, "num_key_value_heads", None) or heads) * dim * size
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
     window = getattr(config, "sliding_window", None)
-    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    return tuple(token if kind.endswith("attention") and "linear" not in kind else 0 for kind in kinds), windows
+    own = getattr(config, "per_layer_config", None)  # of layers that differ
+    tokens = [
+        0 if any(word in kind for word in RECURRENT) else size * _values(own[i] if own else config)
+        for i, kind in enumerate(kinds)
+    ]
+    return tuple(tokens), tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _values(config: Any) -> int:
+    """Numbers in the cache for a token in one layer."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:  # recurrent throughout
+        return 0
+    if getattr(config, "kv_lora_rank", None):  # what can be kept instead of keys and values
+        return config.kv_lora_rank + (getattr(config, "qk_rope_head_dim", None) or 0)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2 * (getattr(config, "num_key_value_heads", None) or heads) * dim

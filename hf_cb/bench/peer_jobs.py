@@ -45,6 +45,8 @@ def job_maker(
     largest = sorted((len(r.prompt) + r.max_new for r in workload.requests), reverse=True)[:max_seqs]
 
     def make() -> dict[str, Any]:
+        if model.device.type != "cpu" and name != "vllm":
+            raise CannotRun(f"it is run on the CPU, and the model is on {model.device}")
         path = given or _convert(name, python, model, source, dtype, revision)
         return {
             "model": path,
