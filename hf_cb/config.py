@@ -71,8 +71,9 @@ class EngineConfig:
         prefill_chunk: most tokens of one prompt in a step.
         prefix_caching: reuse the blocks of equal prompt beginnings.
         policy: order in which requests are served: "fifo" or "prefill_first", or an object with `order` and `victim`.
-        attention: "reference", or None for the best backend on the model's device.
-        modules: faster modules; "off" is all there is so far.
+        attention: "cpu" or "reference", or None for the best backend on the model's device.
+        modules: faster modules, verified against the model's own: "fused" (whole layers), "leaf" (linear layers and
+            norms) or "off". None: "fused" for a model that `accelerate` was called on, else "off".
         return_logprobs: give each token's log-probability.
         max_queue_size: waiting requests beyond which a submission is rejected; 0 for no limit.
         queue_wait: seconds that a submission waits for room then, before it is rejected.
@@ -96,7 +97,7 @@ class EngineConfig:
     prefix_caching: bool = True
     policy: Any = "fifo"
     attention: str | None = None
-    modules: str = "off"
+    modules: str | None = None
     return_logprobs: bool = False
     max_queue_size: int = 0
     queue_wait: float = 0.0
@@ -133,8 +134,8 @@ class EngineConfig:
         for name in ("prefix_caching", "return_logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} must be True or False, not {getattr(self, name)!r}.")
-        if self.modules != "off":
-            raise OptionError(f'modules={self.modules!r} is not supported yet: use modules="off".')
+        if self.modules not in (None, "fused", "leaf", "off"):
+            raise OptionError(f'modules={self.modules!r} must be "fused", "leaf" or "off".')
 
     @classmethod
     def of(cls, config: Any = None, base: EngineConfig | None = None, **options: Any) -> EngineConfig:

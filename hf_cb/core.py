@@ -250,10 +250,6 @@ class StepBatch:
     block_size: int
     best_is_enough: bool = False  # of each row of logits; a runner may then return the tokens themselves
 
-    @property
-    def max_seqlen_q(self) -> int:
-        return max(self.query_lens_list)
-
 
 @dataclass(frozen=True)
 class StepRecord:

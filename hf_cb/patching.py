@@ -21,8 +21,9 @@ from hf_cb.errors import IncompatibleTransformersError, OptionError
 from hf_cb.manager import explain as explaining
 from hf_cb.manager import kept
 from hf_cb.methods import METHODS, NEW, Settings
-from hf_cb.models import generation
+from hf_cb.models import generation, stack
 from hf_cb.models.support import check_supported
+from hf_cb.modules.wanted import want
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -88,6 +89,7 @@ def accelerate(
             _finalizers[id(model)] = weakref.finalize(model, _bury, id(model))
             _finalizers[id(model)].atexit = False
         _accelerated[model] = settings
+        want(model, settings.config.modules or "fused")
     return model
 
 
@@ -99,6 +101,8 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
         if _accelerated.pop(model, None) is not None:
             _finalizers[id(model)].detach()
             _dead.append(id(model))
+    want(model, None)
+    stack.forget(model)
     return model
 
 

@@ -181,6 +181,6 @@ def test_the_verdict_is_measured_once(monkeypatch) -> None:
 def test_the_real_model_is_paged() -> None:
     model, _ = hf_cb.demo_model()
     found = hf_cb.explain(model)
-    assert (found.path, found.backend) == ("paged", "reference")
+    assert (found.path, found.backend) == ("paged", "cpu")
     with model.continuous_batching_context_manager() as manager:
         assert isinstance(manager.engine.runner, PagedModel)

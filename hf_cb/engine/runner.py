@@ -32,6 +32,10 @@ class Runner(Protocol):
         int64 `[S]`, and -1 for a row with a NaN."""
         ...
 
+    def lend(self) -> None:
+        """The model is somebody else's for a while (a pause): what it is made of must be as they know it."""
+        ...
+
     def weights_key(self) -> object:
         """Changes when cached keys and values are no longer those of the weights."""
         ...

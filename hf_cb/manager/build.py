@@ -15,6 +15,7 @@ from hf_cb.manager.probe import Verdict, forget_verdict, judge
 from hf_cb.manager.training_mode import in_eval
 from hf_cb.models.plan import ModelPlan, Need
 from hf_cb.models.support import check_supported
+from hf_cb.modules.wanted import wanted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,4 +48,5 @@ def build_engine(model: PreTrainedModel, options: EngineConfig, need: Need | Non
     policy = make_policy(options.policy)
     with torch.inference_mode(False):  # the loop's thread will write to the cache outside of the caller's mode
         verdict, plan = plan_engine(model, options, need)
-        return build_path(verdict.path, model, plan, policy)
+        with in_eval(model):
+            return build_path(verdict.path, model, plan, policy, options.modules or wanted(model))

@@ -266,6 +266,7 @@ class EngineLoop:
                 if self._stopping == "hard":
                     return "end"
                 if self._pausers:
+                    self.engine.runner.lend()
                     self._paused = True
                     self._changed.notify_all()
                     self._changed.wait_for(lambda: not self._pausers)
@@ -292,9 +293,7 @@ class EngineLoop:
         if self._pausers:
             self._training_since = now  # it is done as it should be
         if now - self._training_since > limit:
-            raise RuntimeError(
-                f"The model has been in training mode for {limit} s: train inside `with manager.pause():`, or call "
-                f"model.eval()."
-            )
+            how = "train inside `with manager.pause():`, or call model.eval()"
+            raise RuntimeError(f"The model has been in training mode for {limit} s: {how}.")
         self._deliver(self.engine.expire(), None)
         return True

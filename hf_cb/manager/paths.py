@@ -10,6 +10,8 @@ from hf_cb.engine.policies import Policy
 from hf_cb.models.dense import DenseModel
 from hf_cb.models.paged import PagedModel
 from hf_cb.models.plan import ModelPlan, Need, plan_dense, plan_paged
+from hf_cb.models.stack import StackModel
+from hf_cb.modules.wanted import Mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,12 +25,15 @@ def plan_path(path: str, model: PreTrainedModel, options: EngineConfig, need: Ne
     return plan_paged(model, options, need) if path == "paged" else plan_dense(model, options, need)
 
 
-def build_path(path: str, model: PreTrainedModel, plan: ModelPlan, policy: Policy | None = None) -> Engine:
+def build_path(
+    path: str, model: PreTrainedModel, plan: ModelPlan, policy: Policy | None = None, modules: Mode = "off"
+) -> Engine:
     """An engine with its KV cache allocated."""
     if path != "paged":
         runner = DenseModel(model, batched=path == "dense", recompute=path == "recompute")
         return Engine(runner, plan.config, policy)
     assert plan.backend is not None
     config = plan.config
-    paged = PagedModel(model, plan.trace, plan.groups, plan.backend, config.num_blocks, config.block_size)
+    kind = StackModel if modules == "fused" else PagedModel
+    paged = kind(model, plan.trace, plan.groups, plan.backend, config.num_blocks, config.block_size)
     return Engine(paged, config, policy)

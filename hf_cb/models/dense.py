@@ -59,6 +59,9 @@ class DenseModel:
     def device(self) -> torch.device:
         return device_of(self.model)
 
+    def lend(self) -> None:
+        """Nothing is borrowed between steps."""
+
     def weights_key(self) -> object:
         return None  # nothing is shared between requests
 

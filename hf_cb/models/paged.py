@@ -69,6 +69,9 @@ class PagedModel:
         group, storage = self._place[layer]
         return self.storages[storage], group
 
+    def lend(self) -> None:
+        """Nothing is borrowed between steps."""
+
     def weights_key(self) -> object:
         """Moves when a parameter was written to or replaced (writes through `.data` leave no trace), a module was, or
         other adapters are active."""

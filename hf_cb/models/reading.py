@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_cb.attention.cpu import CpuBackend
 from hf_cb.core import GroupBatch, StepBatch
 from hf_cb.models.paged import PagedModel
-from hf_cb.modules.decoder import Decoder, Place
+from hf_cb.modules.decoder import Decoder, PackedDecoder, Place
 from hf_cb.modules.recipe import LayerRecipe, ModelRecipe, RotaryRecipe
 from hf_cb.modules.recognise import NotRecognised, is_plain_linear, layer_candidates, norm_recipe
 
@@ -133,7 +133,11 @@ def _watch_layer(seen: Seen, hook: Callable[..., None]) -> None:
 def _note(watched: Watched, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
     if isinstance(out, tuple) and len(out) == 2 and all(isinstance(t, Tensor) for t in out):
         watched.made.append((module, args, kwargs, out))
-    elif isinstance(out, Tensor) and isinstance(getattr(module, "weight", None), nn.Parameter) and module.weight.dim() == 1:
+    elif (
+        isinstance(out, Tensor)
+        and isinstance(getattr(module, "weight", None), nn.Parameter)
+        and module.weight.dim() == 1
+    ):
         watched.norms.append((module, out))
 
 
@@ -203,6 +207,12 @@ def _read_layer(paged: PagedModel, watched: Watched, index: int, earlier: Sequen
     raise NotRecognised(f"no reading of {type(seen.module).__name__} gives what it gives (off by {best:.1g})")
 
 
+def place_of(paged: PagedModel, layer: int) -> Place:
+    """Where a layer of a model on the cpu backend keeps its keys and values."""
+    storage, group = paged.place(layer)
+    return Place(storage.describe(paged.trace.layers[layer]), group)
+
+
 def layer_error(
     paged: PagedModel, batch: StepBatch, index: int, recipe: LayerRecipe, before: Tensor, after: Tensor
 ) -> float:
@@ -212,7 +222,7 @@ def layer_error(
     """
     backend = paged.backend
     assert isinstance(backend, CpuBackend) and backend.table is not None
-    decoder = Decoder([recipe], [Place(*paged.place(index))], backend.table)
+    decoder = Decoder(PackedDecoder([recipe], backend.table, torch.get_num_threads()), [place_of(paged, index)])
     got, want = decoder.run(batch, before).double(), after.double()
     change = (want - before.double()).abs().max().clamp(min=1e-12)
     rounding = torch.finfo(before.dtype).eps * want.abs().max()

@@ -1,13 +1,17 @@
 """A model whose layers were all recognised: a step is one native call, and the weights live in packed matrices.
 
 The call is made where nothing stands in its way: no hook, no module replaced, no weight unpacked. Any other step goes
-through the model's own modules, on the same KV cache.
+through the model's own modules, on the same KV cache. What was found out about a model, and its packed weights, outlive
+a manager: the next one starts at once.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
+import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,8 +21,8 @@ from torch.nn.modules import module as torch_module
 from hf_cb.attention.cpu import CpuBackend
 from hf_cb.core import StepBatch
 from hf_cb.models.paged import PagedModel
-from hf_cb.models.reading import Reading, read_decoder
-from hf_cb.modules.decoder import Decoder, Place
+from hf_cb.models.reading import Reading, place_of, read_decoder
+from hf_cb.modules.decoder import Decoder, PackedDecoder
 from hf_cb.modules.recipe import ModelRecipe
 from hf_cb.modules.recognise import NotRecognised
 from hf_cb.modules.weights import PackedWeights
@@ -30,86 +34,138 @@ PACK_AGAIN_S = 1.0  # after somebody has looked at the weights: they may look ag
 
 
 class StackModel(PagedModel):
-    """A PagedModel that `use_stack` was called on."""
+    """A PagedModel that runs packed where it can; `why_not` says why it cannot at all."""
 
-    _decoder: Decoder | None = None
-    _weights: PackedWeights | None = None
-    why_not: str | None = None
-
-    @torch.no_grad()
-    def use_stack(self) -> None:
-        """Reads the model's decoder and packs it; where that fails, `why_not` says why, and nothing is changed."""
-        self._unpacked_at = 0.0
-        try:
-            reading = read_decoder(self)
-            self._recipe = reading.recipe
-            self._watched = _Watch(self.model, reading.recipe)
-            self._pack()
-            self._verify(reading)
-        except NotRecognised as reason:
-            self._drop()
-            self.why_not = str(reason)
-            logger.info("%s keeps its own layers: %s", type(self.model).__name__, reason)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._decoder: Decoder | None = None
+        self._pause_ended = False
+        with _lock:
+            self._known = _known.get(self.model)
+            if self._known is None or not self._known.fits(self.model):
+                self._known = _known[self.model] = _learn(self)
+        self.why_not = self._known.why_not
+        self.pack()
 
     @torch.no_grad()
     def forward(self, batch: StepBatch) -> Tensor:
-        if self._decoder is None or not self._is_free():
+        decoder = self._ready()
+        if decoder is None:
             return super().forward(batch)
         self._prepare_blocks(batch)
         with self._turn:
-            return self._decoder.best(batch) if batch.best_is_enough else self._decoder.logits(batch)
+            return decoder.best(batch) if batch.best_is_enough else decoder.logits(batch)
 
     def weights_key(self) -> object:
-        if self._decoder is None and self.why_not is None and time.monotonic() > self._unpacked_at + PACK_AGAIN_S:
-            self.pack()
+        weights = self._known.weights
+        if weights is not None and weights.unpacked and time.monotonic() - weights.unpacked_at > PACK_AGAIN_S:
+            self.pack()  # new requests have come
         return super().weights_key()
 
     def pack(self) -> None:
-        """Packs the weights again after they were unpacked; harmless otherwise."""
-        if self.why_not is None and (self._decoder is None or not self._is_current()) and self._watched.is_intact():
-            self._drop()
-            self._pack()
+        """Packs the weights, unless they are, or something stands in the way."""
+        with _lock:
+            known = self._known
+            if known.watch is None or not known.watch.is_intact():
+                return
+            if not known.is_current():
+                known.unpack()
+                known.pack(self)
+            assert known.decoder is not None
+            self._decoder = Decoder(known.decoder, [place_of(self, i) for i in range(len(known.decoder.recipes))])
+
+    def lend(self) -> None:
+        self._known.unpack()
+        self._pause_ended = True
+
+    def _ready(self) -> Decoder | None:
+        """What makes this step's call, if it may be the native one."""
+        if self._pause_ended:
+            self._pause_ended = False
+            self.pack()
+        known, decoder = self._known, self._decoder
+        if decoder is None or known.watch is None:
+            return None
+        if decoder.packed is not known.decoder or not known.is_current():
+            self._decoder = None
+            return None
+        return decoder if known.watch.is_intact() else None
+
+
+@dataclass
+class _Known:
+    """What is known of a model. With `why_not`, it keeps its own layers."""
+
+    why_not: str | None = None
+    recipe: ModelRecipe | None = None
+    watch: _Watch | None = None
+    decoder: PackedDecoder | None = None
+    weights: PackedWeights | None = None
+    copied: list[Any] = field(default_factory=list)
+
+    def fits(self, model: nn.Module) -> bool:
+        """Whether the model still is made of the modules that it was read from."""
+        return self.watch is not None and self.watch.same_modules()
+
+    def is_current(self) -> bool:
+        weights, watch = self.weights, self.watch
+        return weights is not None and watch is not None and not weights.unpacked and self.copied == watch.versions()
+
+    def pack(self, paged: PagedModel) -> None:
+        assert self.recipe is not None and self.watch is not None
+        assert isinstance(paged.backend, CpuBackend) and paged.backend.table is not None
+        threads = torch.get_num_threads()
+        self.weights = PackedWeights(paged.backend.table, threads)
+        try:
+            self.decoder = PackedDecoder(self.recipe.layers, paged.backend.table, threads, self.weights, self.recipe)
+        except BaseException:
+            self.unpack()
+            raise
+        self.copied = self.watch.versions()
 
     def unpack(self) -> None:
-        """Gives every weight back to its Parameter, bit for bit."""
-        self._drop()
+        """Every weight goes back to its Parameter, bit for bit."""
+        if self.weights is not None:
+            self.weights.unpack()
+        self.decoder = None
 
-    def _is_free(self) -> bool:
-        """Whether this step may be the native call."""
-        if not self._is_current():
-            self._drop()
-            return False
-        return self._watched.is_intact()
 
-    def _is_current(self) -> bool:
-        return self._weights is not None and not self._weights.unpacked and self._copied == self._watched.versions()
+_lock = threading.RLock()
+_known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 
-    def _pack(self) -> None:
-        assert isinstance(self.backend, CpuBackend) and self.backend.table is not None
-        threads = torch.get_num_threads()
-        self._weights = PackedWeights(self.backend.table, threads)
-        places = [Place(*self.place(i)) for i in range(len(self._recipe.layers))]
-        try:
-            self._decoder = Decoder(
-                self._recipe.layers, places, self.backend.table, self._weights, self._recipe, threads
-            )
-        except BaseException:
-            self._drop()
-            raise
-        self._copied = self._watched.versions()
 
-    def _drop(self) -> None:
-        if self._weights is not None:
-            self._weights.unpack()
-        self._weights = self._decoder = None
-        self._unpacked_at = time.monotonic()
+def forget(model: nn.Module) -> None:
+    """Unpacks a model's weights, and forgets what was learnt."""
+    with _lock:
+        known = _known.pop(model, None)
+    if known is not None:
+        known.unpack()
 
-    def _verify(self, reading: Reading) -> None:
-        assert self._decoder is not None
-        got, want = self._decoder.logits(reading.batch), reading.logits
-        off = float((got - want).abs().max() / want.abs().max().clamp(min=1e-6))
-        if not off <= TOLERANCE[self._decoder.dtype]:
-            raise NotRecognised(f"the logits of the whole are off by {off:.1g} times the largest one")
+
+@torch.no_grad()
+def _learn(paged: PagedModel) -> _Known:
+    """Reads the decoder, packs it and compares the whole; where that fails, nothing is changed."""
+    known = _Known()
+    try:
+        reading = read_decoder(paged)
+        known.recipe = reading.recipe
+        known.watch = _Watch(paged.model, reading.recipe)
+        known.pack(paged)
+        _verify(paged, known, reading)
+    except (NotRecognised, ValueError) as reason:
+        known.unpack()
+        known = _Known(why_not=str(reason))
+        logger.info("%s keeps its own layers: %s", type(paged.model).__name__, reason)
+    return known
+
+
+def _verify(paged: PagedModel, known: _Known, reading: Reading) -> None:
+    assert known.decoder is not None
+    decoder = Decoder(known.decoder, [place_of(paged, i) for i in range(len(reading.recipe.layers))])
+    got, want = decoder.logits(reading.batch), reading.logits
+    off = float((got - want).abs().max() / want.abs().max().clamp(min=1e-6))
+    if not off <= TOLERANCE[known.decoder.dtype]:
+        raise NotRecognised(f"the logits of the whole are off by {off:.1g} times the largest one")
 
 
 class _Watch:
@@ -122,20 +178,24 @@ class _Watch:
         self._attributes = [m.__dict__ for m in modules]
         norms = [norm for layer in recipe.layers for norm in layer.norms()] + [recipe.final_norm]
         linears = [linear for layer in recipe.layers for linear in layer.linears()] + [recipe.head]
-        copied = [norm.module.weight for norm in norms]
-        copied += [getattr(norm.module, "bias", None) for norm in norms] + [linear.bias for linear in linears]
+        self._copied = [(norm.module._parameters, name) for norm in norms for name in ("weight", "bias")]
+        self._copied += [(linear._parameters, "bias") for linear in linears]
         if not recipe.tied:
-            copied.append(recipe.embedding.weight)
-        self._copied = [parameter for parameter in copied if parameter is not None]
+            self._copied.append((recipe.embedding._parameters, "weight"))
+        self._packed = [(linear._parameters, linear.weight) for linear in linears]
 
     def versions(self) -> list[Any]:
-        """Moves when a parameter that was copied is written to."""
-        return [(p.data_ptr(), p._version) for p in self._copied]
+        """Moves when a parameter that was copied is written to or replaced."""
+        found = [parameters.get(name) for parameters, name in self._copied]
+        return [None if p is None else (p.data_ptr(), -1 if p.is_inference() else p._version) for p in found]
+
+    def same_modules(self) -> bool:
+        return all(now == then for now, then in self._places)
 
     def is_intact(self) -> bool:
-        """No hook is set, no module was replaced, none has a forward of its own."""
+        """No hook is set, no module or weight was replaced, none has a forward of its own."""
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return False
         if any(self._hooks) or any("forward" in attributes for attributes in self._attributes):
             return False
-        return all(now == then for now, then in self._places)
+        return self.same_modules() and all(p.get("weight") is weight for p, weight in self._packed)

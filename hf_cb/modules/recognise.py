@@ -124,7 +124,13 @@ def layer_candidates(
 def _rotary_readings(rotary: RotaryRecipe | None) -> list[RotaryRecipe | None]:
     if rotary is None:
         return [None]
-    return [rotary, RotaryRecipe(rotary.table, rotary.key, interleaved=True), None]
+
+    def spread(positions: int) -> tuple[Tensor, Tensor]:  # Helium, GLM: the first half, each angle for two neighbours
+        cos, sin = (t[:, : t.shape[1] // 2].repeat_interleave(2, 1) for t in rotary.table(positions))
+        return cos, sin
+
+    neighbours = RotaryRecipe(rotary.table, rotary.key, interleaved=True)
+    return [rotary, neighbours, RotaryRecipe(spread, (rotary.key, "spread"), interleaved=True), None]
 
 
 def _norm_readings(

@@ -8,6 +8,7 @@ weights of the whole model back. What torch does not tell us of (raw pointers ta
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,6 +87,7 @@ class PackedWeights:
         self.table = table
         self.threads = threads
         self.unpacked = False
+        self.unpacked_at = 0.0  # on time.monotonic()
         self._pieces: dict[int, tuple[nn.Parameter, list[tuple[Columns, int]]]] = {}
 
     def take(self, parameter: nn.Parameter, pieces: Sequence[Columns]) -> None:
@@ -120,5 +122,5 @@ class PackedWeights:
                     parameter.data = values
                     mark = parameter.__dict__["_hf_cb_mark"][0]
                     parameter.__dict__["_hf_cb_mark"] = (mark, (values.data_ptr(), parameter._version))
-            self.unpacked = True
-
+            if not self.unpacked:
+                self.unpacked, self.unpacked_at = True, time.monotonic()

@@ -12,93 +12,12 @@
 // alone, never on the batch, the chunk or the number of threads.
 #pragma once
 
+#include "attention_items.h"
 #include "attention_tile.h"
 
 namespace {
 
-constexpr int PARTITION = 256;
-constexpr int ITEM_ROWS = 48;
-
-struct Item {
-  int32_t request, head;
-  int32_t row_begin, row_end;        // of the request's tokens * group rows, token by token
-  int32_t first, last;               // partitions [first, last)
-  int64_t partial;                   // where its parts go, in floats; negative: it is finished at once
-  int64_t cost;
-};
-
-struct Reach {
-  int32_t low, high;  // keys [low, high)
-};
-
-// How a call is cut into items: the same for all layers of a step that look alike.
-struct Cut {
-  int64_t num_items, partial_floats;
-  Item* items;
-  int32_t* order;  // longest first; `items` itself keeps the parts of the same rows together
-};
-
-inline Reach reach_of(const Attention& a, int64_t request, int64_t token) {
-  const int32_t pos = a.seq_lens[request] - (a.cu_seqlens[request + 1] - a.cu_seqlens[request]) + (int32_t)token;
-  int32_t low = 0;
-  if (a.window) low = pos - a.window + 1 > 0 ? pos - a.window + 1 : 0;
-  if (a.chunk && pos / a.chunk * a.chunk > low) low = pos / a.chunk * a.chunk;
-  return {low, pos + 1};
-}
-
-inline int64_t v_row(int64_t v_dim) { return up(v_dim, 16); }
-
-inline void sort_longest_first(Cut& cut) {
-  const Item* items = cut.items;
-  int32_t* order = cut.order;
-  for (int64_t i = 0; i < cut.num_items; i++) order[i] = (int32_t)i;
-  for (int64_t gap = cut.num_items / 2; gap; gap /= 2)  // Shell's sort: no library template that a linker could merge
-    for (int64_t i = gap; i < cut.num_items; i++) {
-      const int32_t moving = order[i];
-      int64_t j = i;
-      for (; j >= gap && items[order[j - gap]].cost < items[moving].cost; j -= gap) order[j] = order[j - gap];
-      order[j] = moving;
-    }
-}
-
-// Where there are few items for the threads, partitions become items of their own.
-inline int32_t cut_items(Buffer& items, Buffer& order, const Attention& a, int threads, Cut& cut) {
-  const int group = a.num_heads / a.num_kv_heads;
-  int64_t whole = 0, parts = 0;
-  for (int64_t r = 0; r < a.num_requests; r++) {
-    const int64_t rows = (int64_t)(a.cu_seqlens[r + 1] - a.cu_seqlens[r]) * group;
-    whole += (rows + ITEM_ROWS - 1) / ITEM_ROWS * a.num_kv_heads;
-    parts += (rows + ITEM_ROWS - 1) / ITEM_ROWS * a.num_kv_heads * (a.seq_lens[r] / PARTITION + 2);
-  }
-  const bool split = whole < 8 * threads;
-  const int64_t room = split ? parts : whole;
-  cut.items = (Item*)items.need(room * sizeof(Item) + 1);
-  cut.order = (int32_t*)order.need(room * sizeof(int32_t) + 1);
-  if (!cut.items || !cut.order) return NO_MEMORY;
-  cut.num_items = cut.partial_floats = 0;
-  for (int64_t r = 0; r < a.num_requests; r++) {
-    const int64_t rows = (int64_t)(a.cu_seqlens[r + 1] - a.cu_seqlens[r]) * group;
-    for (int64_t begin = 0; begin < rows; begin += ITEM_ROWS) {
-      const int64_t end = least(begin + ITEM_ROWS, rows);
-      const int32_t low = reach_of(a, r, begin / group).low, high = reach_of(a, r, (end - 1) / group).high;
-      const int32_t first = low / PARTITION, last = (high - 1) / PARTITION + 1;
-      for (int32_t h = 0; h < a.num_kv_heads; h++) {
-        const bool apart = split && last - first > 1;
-        for (int32_t p = first; p < last; p = apart ? p + 1 : last) {
-          Item& item = cut.items[cut.num_items++];
-          item = {(int32_t)r, h, (int32_t)begin, (int32_t)end, p, apart ? p + 1 : last, -1, 0};
-          item.cost = (least(high, (int64_t)item.last * PARTITION) - most(low, (int64_t)p * PARTITION)) * (end - begin);
-          if (apart) {
-            item.partial = cut.partial_floats;
-            cut.partial_floats += (end - begin) * (2 + v_row(a.v_dim));
-          }
-        }
-      }
-    }
-  }
-  sort_longest_first(cut);
-  return OK;
-}
+constexpr int TILES_AHEAD = 1;  // that are prefetched
 
 template <class T, class C>
 struct Attend {
@@ -109,38 +28,35 @@ struct Attend {
   Attend(const Attention& a)
       : a(a), group(a.num_heads / a.num_kv_heads), row((int)v_row(a.v_dim)), layout(a.dim, (int)v_row(a.v_dim), a.block_size) {}
 
+  static constexpr bool PAIRS = dotted<C> && dotted<T>;  // queries stay bf16, in pairs
+
   static size_t scratch_floats(const Attention& a) {
     const int64_t row = v_row(a.v_dim);
-    return ITEM_ROWS * (up(a.dim, 16) + 2 * row + 4) + 2 * TILE * up(most(a.dim, row), 16) + 256;
+    return ITEM_ROWS * up(a.dim, 16) + 2 * State::floats((int)row) + 2 * TILE * up(most(a.dim, row), 16) + 256;
   }
 
   void run(const Item& item, float* scratch, float* partials, const Item* next) const {
     const int count = item.row_end - item.row_begin;
-    Rows_ rows{};
     float* q_floats = scratch;
-    State now(scratch + ITEM_ROWS * up(a.dim, 16), row), sum(now.end(), row);
-    float* tile_copy = sum.end();
+    Rows_ rows{};
+    rows.q = q_floats;
+    State now(scratch + ITEM_ROWS * up(a.dim, 16), row), sum(now.m + State::floats(row), row);
+    float* tile_copy = sum.m + State::floats(row);
     const int64_t token0 = a.cu_seqlens[item.request];
     int32_t low = 0x7fffffff, high = 0;
     for (int i = 0; i < count; i++) {
       const int64_t token = (item.row_begin + i) / group, head = item.head * group + (item.row_begin + i) % group;
-      const T* q = (const T*)a.q + (token0 + token) * a.q_token + head * a.q_head;
+      place_query((const T*)a.q + (token0 + token) * a.q_token + head * a.q_head, i, count, q_floats);
       rows.reach[i] = reach_of(a, item.request, token);
       low = rows.reach[i].low < low ? rows.reach[i].low : low;
       high = rows.reach[i].high > high ? rows.reach[i].high : high;
-      if (dotted<C> && dotted<T> && a.dim % 2 == 0) {
-        rows.q[i] = q;
-      } else {
-        float* copy = q_floats + i * up(a.dim, 16);
-        copy_row(q, a.dim, copy);
-        rows.q[i] = copy;
-      }
     }
     if (item.last - item.first > 1) sum.clear(count);
     for (int p = item.first; p < item.last; p++) {
       now.clear(count);
       const int begin = (int)most(low, p * PARTITION) / TILE * TILE, end = (int)least(high, (p + 1) * PARTITION);
       for (int start = begin; start < end; start += TILE) tile(item, rows, count, start, high, now, tile_copy, next);
+      now.settle(count);
       if (item.last - item.first == 1) {
         finish(item, now, count, partials);
         return;
@@ -163,16 +79,22 @@ struct Attend {
 
  private:
   struct Rows_ {
-    const void* q[ITEM_ROWS];
+    const float* q;
     Reach reach[ITEM_ROWS];
   };
 
-  static void copy_row(const T* from, int size, float* to) {
-    if constexpr (dotted<C> && dotted<T>) {  // an odd size: bf16 with a zero at the end
-      memcpy(to, from, size * sizeof(T));
-      ((T*)to)[size] = T{0};
+  // Row i of an item among the rows that are computed with it, as TileRows wants them.
+  void place_query(const T* from, int i, int count, float* all) const {
+    const int first = i / ATTEND_ROWS * ATTEND_ROWS, stride = (int)least(ATTEND_ROWS, count - first);
+    float* to = all + first * up(a.dim, 16) + i - first;
+    if constexpr (PAIRS) {
+      for (int d = 0; d < a.dim; d += 2) {
+        T pair[2] = {from[d], d + 1 < a.dim ? from[d + 1] : T{0}};
+        memcpy(to + d / 2 * stride, pair, sizeof(pair));
+      }
     } else {
-      for (int i = 0; i < size; i += W) store_some(to + i, load_some(from + i, size - i), size - i);
+      for (int d = 0; d < a.dim; d++) to[d * stride] = to_float(from[d]);
+      if (a.dim % 2) to[a.dim * stride] = 0.f;
     }
   }
 
@@ -180,9 +102,7 @@ struct Attend {
             const Item* next) const {
     const int32_t* table = a.block_table + item.request * a.max_blocks;
     TileView<C> view = view_of(table, item.head, start, high, copy);
-    view.ahead = start + TILE < high ? where(table, item.head, start + TILE)
-                 : next ? where(a.block_table + next->request * a.max_blocks, next->head, first_key(*next))
-                        : where(table, item.head, start);
+    view.ahead = ahead(item, table, start + TILES_AHEAD * TILE, high, next);
     for (int r = 0; r < count; r += ATTEND_ROWS) {
       const int n = (int)least(ATTEND_ROWS, count - r);
       int from = TILE, to = 0, all_from = 0, all_to = TILE;
@@ -195,14 +115,23 @@ struct Attend {
       TileRows part{};
       part.masked = all_from > 0 || all_to < TILE;
       for (int i = 0; i < n; i++) {
-        part.q[i] = rows.q[r + i];
         part.low[i] = rows.reach[r + i].low - start, part.high[i] = rows.reach[r + i].high - start;
       }
       part.from = from > 0 ? from : 0, part.to = to < TILE ? to : TILE;
-      part.m = state.m + r, part.l = state.l + r, part.acc = state.acc + (int64_t)r * row;
+      part.q = rows.q + r * up(a.dim, 16);
+      part.m = state.m + r, part.lanes = state.lanes + r * W, part.acc = state.acc + (int64_t)r * row;
       attend_tile(layout, view, part, n, a.scale, a.softcap);
       view.ahead = {};  // once is enough
     }
+  }
+
+  // The tile that is so many keys further on, perhaps in the item that this thread computes next.
+  Place ahead(const Item& item, const int32_t* table, int start, int high, const Item* next) const {
+    if (start < high) return where(table, item.head, start);
+    if (!next) return {};
+    start += first_key(*next) - (int)up(high, TILE);
+    const int end = a.seq_lens[next->request];
+    return start < end ? where(a.block_table + next->request * a.max_blocks, next->head, start) : Place{};
   }
 
   int first_key(const Item& item) const {
@@ -264,9 +193,9 @@ struct Attend {
       const int64_t head = item.head * group + (item.row_begin + i) % group;
       float l = state.l[i], factor = 1.f;
       if (a.sinks) {  // one more key with a learned score and no value (gpt-oss)
-        const float m = a.sinks[head] > state.m[i] ? a.sinks[head] : state.m[i];
-        factor = expf(state.m[i] - m);
-        l = l * factor + expf(a.sinks[head] - m);
+        const float sink = a.sinks[head] * LOG2_E, m = sink > state.m[i] ? sink : state.m[i];
+        factor = exp2f(state.m[i] - m);
+        l = l * factor + exp2f(sink - m);
       }
       const float inverse = factor / l;
       T* out = (T*)a.out + token * a.out_token + head * a.v_dim;

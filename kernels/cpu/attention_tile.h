@@ -2,13 +2,14 @@
 #pragma once
 
 #include "api.h"
+#include "attention_items.h"
 #include "elementwise.h"
 #include "team.h"
 
 namespace {
 
 constexpr int TILE = 32;
-constexpr int MOST_DIM = 512;
+constexpr float LOG2_E = 1.44269504f;
 constexpr int ATTEND_ROWS = W == 16 ? 6 : 3;
 constexpr int KEY_VECTORS = TILE / W < 4 ? TILE / W : 4;  // that are in registers at once
 
@@ -62,38 +63,16 @@ struct TileView {
 };
 
 struct TileRows {
-  const void* q[ATTEND_ROWS];
+  const void* q;  // [pairs of dim, or dim][rows]: all rows' first, then their second, and so on
   int low[ATTEND_ROWS], high[ATTEND_ROWS];  // keys of the tile that each sees
   int from, to;                             // that any of them sees
   bool masked;
-  float *m, *l, *acc;
-};
-
-// Running maximum, sum and weighted values of some rows.
-struct State {
-  float *m, *l, *acc;
-  int row, rows;
-  State(float* at, int row, int rows = 48) : m(at), l(at + rows), acc(at + 2 * rows), row(row), rows(rows) {}
-  float* end() const { return acc + (int64_t)rows * row; }
-  void clear(int count) {
-    for (int i = 0; i < count; i++) m[i] = -INFINITY, l[i] = 0.f;
-    memset(acc, 0, (size_t)count * row * sizeof(float));
-  }
-  void merge(const State& other, int count) {
-    for (int i = 0; i < count; i++) {
-      if (other.m[i] == -INFINITY) continue;  // saw nothing
-      const float top = m[i] > other.m[i] ? m[i] : other.m[i];
-      const float ours = m[i] == -INFINITY ? 0.f : expf(m[i] - top), theirs = expf(other.m[i] - top);
-      m[i] = top, l[i] = l[i] * ours + other.l[i] * theirs;
-      float *to = acc + (int64_t)i * row, *from = other.acc + (int64_t)i * row;
-      for (int d = 0; d < row; d += W) store(to + d, load(to + d) * ours + load(from + d) * theirs);
-    }
-  }
+  float *m, *lanes, *acc;
 };
 
 // scores[R][32] = q . keys
 template <class C, int R>
-inline void scores_of(const Layout<C>& layout, const TileView<C>& view, const void* const* q, float* scores) {
+[[gnu::noinline]] void scores_of(const Layout<C>& layout, const TileView<C>& view, const void* q, float* scores) {
   for (int c = 0; c < TILE; c += KEY_VECTORS * W) {
     vf s[R][KEY_VECTORS];
     for (int r = 0; r < R; r++)
@@ -114,14 +93,12 @@ inline void scores_of(const Layout<C>& layout, const TileView<C>& view, const vo
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
 #if defined(__AVX512BF16__)
-          const __m512bh x = (__m512bh)_mm512_set1_epi32(((const int32_t*)q[r])[d]);
+          const __m512bh x = (__m512bh)_mm512_set1_epi32(((const int32_t*)q)[d * R + r]);
           for (int j = 0; j < KEY_VECTORS; j++) s[r][j] = (vf)_mm512_dpbf16_ps((__m512)s[r][j], (__m512bh)pair[j], x);
 #else
-          const float* x = (const float*)q[r] + 2 * d;
-          for (int j = 0; j < KEY_VECTORS; j++) {
-            s[r][j] += (vf)(pair[j] << 16) * x[0];
-            if (2 * d + 1 < layout.dim) s[r][j] += (vf)(pair[j] & 0xffff0000u) * x[1];
-          }
+          const float* x = (const float*)q + 2 * d * R + r;
+          for (int j = 0; j < KEY_VECTORS; j++)
+            s[r][j] += (vf)(pair[j] << 16) * x[0] + (vf)(pair[j] & 0xffff0000u) * x[R];
 #endif
         }
       }
@@ -137,7 +114,7 @@ inline void scores_of(const Layout<C>& layout, const TileView<C>& view, const vo
         for (int j = 0; j < KEY_VECTORS; j++) key[j] = load(k + j * W);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
-          for (int j = 0; j < KEY_VECTORS; j++) s[r][j] += key[j] * ((const float*)q[r])[d];
+          for (int j = 0; j < KEY_VECTORS; j++) s[r][j] += key[j] * ((const float*)q)[d * R + r];
       }
     }
     for (int r = 0; r < R; r++)
@@ -147,20 +124,15 @@ inline void scores_of(const Layout<C>& layout, const TileView<C>& view, const vo
 
 // acc[R][V * W columns] += weights[R][32] . values, for keys [from, to) of the tile
 template <class C, int R, int V>
-inline void add_values(const Layout<C>& layout, const C* values, const void* weights, int from, int to, float* acc) {
+[[gnu::noinline]] void add_values(const Layout<C>& layout, const C* values, const void* weights, int from, int to, float* acc) {
   vf s[R][V];
   for (int r = 0; r < R; r++)
     for (int j = 0; j < V; j++) s[r][j] = load(acc + (int64_t)r * layout.row + j * W);
   if constexpr (paired<C>) {
-    const uint32_t* v = (const uint32_t*)values + (int64_t)(from / 2) * layout.row;
-    for (int i = from / 2; i < (to + 1) / 2; i++, v += layout.row) {
+    const auto add = [&](int i, uint32_t mask) {
+      const uint32_t* v = (const uint32_t*)values + (int64_t)i * layout.row;
       vu pair[V];
-      for (int j = 0; j < V; j++) pair[j] = load_as<vu>(v + j * W);
-      // the other half of a pair at either end is no key of ours, and may be a NaN
-      if (2 * i < from)
-        for (int j = 0; j < V; j++) pair[j] &= 0xffff0000u;
-      if (2 * i + 1 >= to)
-        for (int j = 0; j < V; j++) pair[j] &= 0x0000ffffu;
+      for (int j = 0; j < V; j++) pair[j] = load_as<vu>(v + j * W) & mask;
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
 #if defined(__AVX512BF16__)
@@ -171,7 +143,15 @@ inline void add_values(const Layout<C>& layout, const C* values, const void* wei
         for (int j = 0; j < V; j++) s[r][j] += (vf)(pair[j] << 16) * x[0] + (vf)(pair[j] & 0xffff0000u) * x[1];
 #endif
       }
+    };
+    // the other half of a pair at either end is no key of ours, and may be a NaN
+    int i = from / 2;
+    if (from % 2) {
+      add(i, i * 2 + 1 < to ? 0xffff0000u : 0u);
+      i++;
     }
+    for (; i < to / 2; i++) add(i, 0xffffffffu);
+    if (to % 2 && i * 2 + 1 == to) add(i, 0x0000ffffu);
   } else {
     const C* v = values + (int64_t)from * layout.row;
     for (int i = from; i < to; i++, v += layout.row) {
@@ -186,36 +166,38 @@ inline void add_values(const Layout<C>& layout, const C* values, const void* wei
     for (int j = 0; j < V; j++) store(acc + (int64_t)r * layout.row + j * W, s[r][j]);
 }
 
+// Scores become weights; sums are kept lane by lane until State::settle. Everything is to the base of 2.
 template <int R>
-inline void online_softmax(float* scores, const TileRows& rows, float scale, float softcap, float* factors) {
+[[gnu::noinline]] void online_softmax(float* scores, const TileRows& rows, float scale, float softcap, float* factors) {
   vi index;
   for (int i = 0; i < W; i++) index[i] = i;
+  const float by = softcap != 0.f ? scale / softcap : scale * LOG2_E;
   for (int r = 0; r < R; r++) {
     vf s[TILE / W], top = splat(-INFINITY);
     for (int j = 0; j < TILE / W; j++) {
-      s[j] = load(scores + r * TILE + j * W) * scale;
-      if (softcap != 0.f) s[j] = softcap * vtanh(s[j] / softcap);
+      s[j] = load(scores + r * TILE + j * W) * by;
+      if (softcap != 0.f) s[j] = softcap * LOG2_E * vtanh(s[j]);
       if (rows.masked) {
         const vi at = index + j * W;
         s[j] = select((at >= rows.low[r]) & (at < rows.high[r]), s[j], splat(-INFINITY));
       }
       top = select(s[j] > top, s[j], top);
     }
-    const float m = reduce_max(top), before = rows.m[r];
+    const float before = rows.m[r];
     factors[r] = 1.f;
-    if (m > before) {
-      factors[r] = before == -INFINITY ? 0.f : expf(before - m);
-      rows.m[r] = m;
+    if (any(top > splat(before))) {
+      rows.m[r] = reduce_max(top);
+      factors[r] = before == -INFINITY ? 0.f : exp2f(before - rows.m[r]);
     }
     // where nothing is seen yet every score is -inf, and so is every weight 0
     const float base = rows.m[r] == -INFINITY ? 0.f : rows.m[r];
-    vf sum{};
+    vf sum = load(rows.lanes + r * W) * factors[r];
     for (int j = 0; j < TILE / W; j++) {
-      s[j] = vexp(s[j] - base);
+      s[j] = vexp2(s[j] - base);
       sum += s[j];
       store(scores + r * TILE + j * W, s[j]);
     }
-    rows.l[r] = rows.l[r] * factors[r] + reduce_add(sum);
+    store(rows.lanes + r * W, sum);
   }
 }
 

@@ -65,7 +65,11 @@ class Columns:
         self._copy(table, weight, True, threads)
 
     def _copy(self, table: lib.Table, weight: Tensor, back: bool, threads: int) -> None:
-        if not weight.is_contiguous() or weight.shape != (self.columns, self.depth) or weight.dtype != self.packed.dtype:
+        if (
+            not weight.is_contiguous()
+            or weight.shape != (self.columns, self.depth)
+            or weight.dtype != self.packed.dtype
+        ):
             raise ValueError(f"A contiguous {self.packed.dtype} weight of {self.columns} by {self.depth} is wanted.")
         table.pack(
             lib.DTYPES[weight.dtype],
@@ -106,7 +110,12 @@ class Columns:
         out = torch.empty(*ids.shape, self.depth, dtype=self.packed.dtype)
         ids = ids.contiguous()
         table.embed(
-            lib.DTYPES[self.packed.dtype], ctypes.byref(self.struct), ids.data_ptr(), ids.numel(), out.data_ptr(), threads
+            lib.DTYPES[self.packed.dtype],
+            ctypes.byref(self.struct),
+            ids.data_ptr(),
+            ids.numel(),
+            out.data_ptr(),
+            threads,
         )
         return out
 

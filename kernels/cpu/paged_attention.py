@@ -22,9 +22,7 @@ class Cache(NamedTuple):
     v_scales: Tensor | None
 
 
-def allocate(
-    num_blocks: int, num_kv_heads: int, dim: int, v_dim: int, block_size: int, dtype: torch.dtype
-) -> Cache:
+def allocate(num_blocks: int, num_kv_heads: int, dim: int, v_dim: int, block_size: int, dtype: torch.dtype) -> Cache:
     """Zeros, so that pages of memory are taken when first written. `dtype` is float32, float16, bfloat16 or int8."""
     v_row = -(-v_dim // 16) * 16
     pairs = dtype == torch.bfloat16

@@ -211,6 +211,41 @@ inline vf vexp(vf x) {
   return select(low, vf{}, y);
 }
 
+// 2^x to 3 units in the last place; 0 far below, NaN for NaN. For x up to 127.
+inline vf vexp2(vf x) {
+  x = select(x < -200.f, splat(-200.f), x);
+#if defined(__AVX512F__)
+  vf n = (vf)_mm512_roundscale_ps((__m512)x, 0);
+#else
+  vf n = (x + 12582912.f) - 12582912.f;
+#endif
+  vf r = x - n;
+  vf p = splat(1.33335581e-3f);
+  p = p * r + 9.61812911e-3f;
+  p = p * r + 5.55041087e-2f;
+  p = p * r + 0.240226507f;
+  p = p * r + 0.693147181f;
+  p = p * r + 1.f;
+#if defined(__AVX512F__)
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  vi low = n < -126.f;
+  vi whole = __builtin_convertvector(select(low, vf{}, n), vi);
+  vf y = (vf)((vi)p + (whole << 23));
+  return select(low, vf{}, select(x != x, x, y));
+#endif
+}
+
+inline bool any(vi mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#else
+  int32_t all = 0;
+  for (int i = 0; i < W; i++) all |= mask[i];
+  return all != 0;
+#endif
+}
+
 inline vf vtanh(vf x) {
   x = select(x > 20.f, splat(20.f), select(x < -20.f, splat(-20.f), x));
   vf e = vexp(x * 2.f);

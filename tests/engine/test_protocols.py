@@ -46,6 +46,9 @@ def test_policy_through_the_face(shared_llama) -> None:
 class WorstToken:
     """A sampling step that always takes the least likely token."""
 
+    def best_is_enough(self, parts: Sequence[PlanPart]) -> bool:
+        return False
+
     def sample(self, logits: torch.Tensor, parts: Sequence[PlanPart]) -> list[list[Sampled]]:
         rows = iter(logits.argmin(-1).tolist())
         return [[Sampled(next(rows)) for _ in range(part.samples)] for part in parts]

@@ -148,7 +148,7 @@ ENGINE_OPTIONS = {
     "type": (dict(max_batch_tokens="all"), "max_batch_tokens.*'all'"),
     "budget": (dict(kv_budget="lots"), "kv_budget.*'lots'"),
     "both": (dict(kv_budget="1MB", num_blocks=3), "num_blocks.*kv_budget"),
-    "modules": (dict(modules="fused"), "modules='fused'"),
+    "modules": (dict(modules="fast"), "modules='fast'"),
     "flag": (dict(prefix_caching="yes"), "prefix_caching.*'yes'"),
 }
 
