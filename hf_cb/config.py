@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from hf_cb.errors import OptionError
 
@@ -97,7 +97,7 @@ class EngineConfig:
     prefix_caching: bool = True
     policy: Any = "fifo"
     attention: str | None = None
-    modules: str | None = None
+    modules: Literal["fused", "leaf", "off"] | None = None
     return_logprobs: bool = False
     max_queue_size: int = 0
     queue_wait: float = 0.0

@@ -5,15 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib
 import json
-from pathlib import Path
 from typing import Any
 
 from hf_cb.cli import model as models
 from hf_cb.errors import IncompatibleTransformersError, UnsupportedModelError
-
-LIBRARIES = (".so", ".pyd", ".dylib")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,14 +61,16 @@ def _transformers_problem() -> str | None:
     return None
 
 
-def _native_kernels() -> list[str]:
-    """Compiled libraries of hf_cb, wherever an editable install has put them."""
-    try:
-        kernels = importlib.import_module("hf_cb.kernels")
-    except ImportError:  # run from its sources, where the kernels lie elsewhere
-        return []
-    files = [file for folder in kernels.__path__ for file in Path(folder).rglob("*")]
-    return sorted(file.name for file in files if file.suffix in LIBRARIES)
+def _native_kernels() -> dict[str, Any]:
+    """The compiled CPU kernels: their file, the variants that this processor runs (fastest first), or what is wrong."""
+    from hf_cb.kernels.cpu import library as lib
+
+    found = lib.library()
+    return {
+        "file": str(found.path) if found else None,
+        "variants": list(found.variants) if found else [],
+        "problem": lib.problem(),
+    }
 
 
 def _explain(args: argparse.Namespace) -> dict[str, Any]:
@@ -101,7 +99,8 @@ def _as_text(found: dict[str, Any]) -> str:
         f"{machine['torch_threads']} torch threads",
         f"free memory: {found['free_memory_bytes'] / 2**30:.2f} GiB",
         "attention backends: " + ", ".join(found["attention_backends"]),
-        "native kernels: " + (", ".join(kernels) or "none is built; torch's own operators do all the work"),
+        "native kernels: "
+        + (", ".join(kernels["variants"]) or f"{kernels['problem']}; torch's own operators do all the work"),
         f"optional packages: {', '.join(packages) or 'none'} (not installed: {', '.join(absent) or 'none'})",
     ]
     if "model" in found:

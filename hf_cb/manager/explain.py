@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 from hf_cb.config import EngineConfig
 from hf_cb.errors import HfCbError
 from hf_cb.manager.build import plan_engine
+from hf_cb.manager.training_mode import in_eval
 from hf_cb.models.plan import ModelPlan
+from hf_cb.models.stack import why_not_fused
+from hf_cb.modules.wanted import wanted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,6 +47,7 @@ def explain(model: PreTrainedModel, options: EngineConfig) -> Explanation:
         verdict, plan = plan_engine(model, options)
     except HfCbError as refusal:
         return Explanation(name, "refused", str(refusal))
+    modules = _modules(model, options, plan)
     values = {name: f"{getattr(plan.config, name)} ({reason})" for name, reason in plan.config.reasons.items()}
     values["kv_cache"] = (
         f"{plan.config.num_blocks * plan.block_bytes / 2**20:.0f} MiB ({plan.block_bytes} bytes a block)"
@@ -54,9 +58,27 @@ def explain(model: PreTrainedModel, options: EngineConfig) -> Explanation:
         reason=verdict.reason or "its logits are those of generate",
         backend=plan.backend.name if plan.backend else None,
         backend_reason=plan.backend_reason,
+        modules=modules,
         layers=_layers(plan),
         config=values,
     )
+
+
+def _modules(model: PreTrainedModel, options: EngineConfig, plan: ModelPlan) -> str:
+    """What the layers run as; for a model that was not accelerated, what `accelerate` would add."""
+    mode = options.modules or wanted(model)
+    if plan.backend is None or (mode == "off" and options.modules is not None):
+        return "off"
+    with in_eval(model):
+        why_not = why_not_fused(model, plan)
+    fused = "every layer is recognised: a step is one native call, on packed weights"
+    if mode == "off":
+        return (
+            "off; hf_cb.accelerate(model) would add nothing"
+            if why_not
+            else f"off; with hf_cb.accelerate(model) {fused}"
+        )
+    return f"the model's own, since {why_not}" if why_not else fused
 
 
 def _layers(plan: ModelPlan) -> list[str]:

@@ -1,7 +1,8 @@
-"""A decoder read from a model: its recipe, told from one small mixed forward and verified against it, layer by layer."""
+"""A decoder read from a model: its recipe, told from one small mixed forward, and verified against it by layers."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -133,11 +134,8 @@ def _watch_layer(seen: Seen, hook: Callable[..., None]) -> None:
 def _note(watched: Watched, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
     if isinstance(out, tuple) and len(out) == 2 and all(isinstance(t, Tensor) for t in out):
         watched.made.append((module, args, kwargs, out))
-    elif (
-        isinstance(out, Tensor)
-        and isinstance(getattr(module, "weight", None), nn.Parameter)
-        and module.weight.dim() == 1
-    ):
+    weight = module._parameters.get("weight")
+    if isinstance(out, Tensor) and weight is not None and weight.dim() == 1:
         watched.norms.append((module, out))
 
 
@@ -239,11 +237,11 @@ def _rotary(watched: Watched, seen: Seen) -> RotaryRecipe | None:
     """How the pair that the layer was given is made for any positions."""
     if seen.rotary is None:
         return None
-    for i, (module, args, kwargs, out) in enumerate(watched.made):
-        if out[0] is seen.rotary[0] and out[1] is seen.rotary[1]:
-            break
-    else:
+    pair = seen.rotary
+    made = next((i for i, (_, _, _, out) in enumerate(watched.made) if all(map(operator.is_, out, pair))), None)
+    if made is None:
         raise NotRecognised("its rotary embeddings come from an unknown place")
+    module, args, kwargs, _ = watched.made[made]
     num_tokens = len(watched.batch.input_ids)
 
     def table(positions: int) -> tuple[Tensor, Tensor]:
@@ -260,7 +258,7 @@ def _rotary(watched: Watched, seen: Seen) -> RotaryRecipe | None:
     at = watched.batch.position_ids
     if cos.dim() != 2 or not torch.equal(cos[at], seen.rotary[0][0]) or not torch.equal(sin[at], seen.rotary[1][0]):
         raise NotRecognised(f"{type(module).__name__} gives no table of angles")
-    return RotaryRecipe(table, key=(id(module), i))
+    return RotaryRecipe(table, key=made)
 
 
 def _read_model(paged: PagedModel, watched: Watched, layers: list[LayerRecipe]) -> ModelRecipe:

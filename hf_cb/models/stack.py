@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,15 @@ from torch.nn.modules import module as torch_module
 from hf_cb.attention.cpu import CpuBackend
 from hf_cb.core import StepBatch
 from hf_cb.models.paged import PagedModel
+from hf_cb.models.plan import ModelPlan
 from hf_cb.models.reading import Reading, place_of, read_decoder
 from hf_cb.modules.decoder import Decoder, PackedDecoder
 from hf_cb.modules.recipe import ModelRecipe
 from hf_cb.modules.recognise import NotRecognised
 from hf_cb.modules.weights import PackedWeights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger("hf_cb")
 
@@ -40,10 +44,12 @@ class StackModel(PagedModel):
         super().__init__(*args)
         self._decoder: Decoder | None = None
         self._pause_ended = False
+        self._known = _Known()  # while it is being read
         with _lock:
-            self._known = _known.get(self.model)
-            if self._known is None or not self._known.fits(self.model):
-                self._known = _known[self.model] = _learn(self)
+            known = _known.get(self.model)
+            if known is None or not known.fits():
+                known = _known[self.model] = _learn(self)
+            self._known = known
         self.why_not = self._known.why_not
         self.pack()
 
@@ -103,7 +109,7 @@ class _Known:
     weights: PackedWeights | None = None
     copied: list[Any] = field(default_factory=list)
 
-    def fits(self, model: nn.Module) -> bool:
+    def fits(self) -> bool:
         """Whether the model still is made of the modules that it was read from."""
         return self.watch is not None and self.watch.same_modules()
 
@@ -140,6 +146,20 @@ def forget(model: nn.Module) -> None:
         known = _known.pop(model, None)
     if known is not None:
         known.unpack()
+
+
+def why_not_fused(model: PreTrainedModel, plan: ModelPlan) -> str | None:
+    """Why a model's steps cannot be one native call, or None if they can. Leaves its weights as they are."""
+    with _lock:
+        known = _known.get(model)
+        if known is None or not known.fits():
+            if plan.backend is None:
+                return "it is not on the paged path"
+            blocks = 2 * len(plan.groups)
+            StackModel(model, plan.trace, plan.groups, plan.backend, blocks, plan.config.block_size)
+            known = _known[model]
+            known.unpack()
+    return known.why_not
 
 
 @torch.no_grad()

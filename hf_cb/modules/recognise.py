@@ -162,10 +162,10 @@ def _norm_readings(
 
 
 def _qkv(attention: nn.Module, facts: LayerFacts) -> tuple[Piece, ...]:
-    sizes = (facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim)
-    sizes += (facts.num_kv_heads * facts.v_head_dim,)
+    heads = ((facts.num_heads, facts.head_dim), (facts.num_kv_heads, facts.head_dim))
+    sizes = tuple(count * dim for count, dim in (*heads, (facts.num_kv_heads, facts.v_head_dim)))
     for names in QKV_NAMES:
-        found = [getattr(attention, name, None) for name in names]
+        found: list[Any] = [getattr(attention, name, None) for name in names]
         if all(is_plain_linear(m) for m in found):
             if len(found) == 1 and found[0].out_features == sum(sizes):
                 return (Piece(found[0]),)
@@ -207,10 +207,11 @@ def _mlp_parts(mlp: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _linear(module: nn.Module, names: Sequence[str], inputs: int) -> nn.Linear:
-    found = next((m for n in names if is_plain_linear(m := getattr(module, n, None)) and m.in_features == inputs), None)
-    if found is None:
-        raise NotRecognised(f"the output projection of {type(module).__name__} is unknown")
-    return found
+    for name in names:
+        found: Any = getattr(module, name, None)
+        if is_plain_linear(found) and found.in_features == inputs:
+            return found
+    raise NotRecognised(f"the output projection of {type(module).__name__} is unknown")
 
 
 def is_plain_linear(module: Any) -> bool:

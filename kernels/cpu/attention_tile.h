@@ -77,7 +77,7 @@ template <class C, int R>
     vf s[R][KEY_VECTORS];
     for (int r = 0; r < R; r++)
       for (int j = 0; j < KEY_VECTORS; j++) s[r][j] = vf{};
-    const char *keys_ahead = c ? nullptr : view.ahead.keys, *values_ahead = view.ahead.values;
+    const char* keys_ahead = c ? nullptr : view.ahead.keys;
     const int line = view.key_stride * (int)sizeof(C) * (paired<C> ? 2 : 1);
     if constexpr (paired<C>) {
       const uint32_t* k = (const uint32_t*)view.keys + c;
@@ -85,8 +85,6 @@ template <class C, int R>
         if (keys_ahead) {
           __builtin_prefetch(keys_ahead + (int64_t)d * line);
           __builtin_prefetch(keys_ahead + (int64_t)d * line + 64);
-          __builtin_prefetch(values_ahead + d * 128);
-          __builtin_prefetch(values_ahead + d * 128 + 64);
         }
         vu pair[KEY_VECTORS];
         for (int j = 0; j < KEY_VECTORS; j++) pair[j] = load_as<vu>(k + j * W);
@@ -106,10 +104,7 @@ template <class C, int R>
       const C* k = view.keys + c;
       for (int d = 0; d < layout.dim; d++, k += view.key_stride) {
         if (keys_ahead)
-          for (int b = 0; b < TILE * (int)sizeof(C); b += 64) {
-            __builtin_prefetch(keys_ahead + (int64_t)d * line + b);
-            __builtin_prefetch(values_ahead + (int64_t)d * TILE * sizeof(C) + b);
-          }
+          for (int b = 0; b < TILE * (int)sizeof(C); b += 64) __builtin_prefetch(keys_ahead + (int64_t)d * line + b);
         vf key[KEY_VECTORS];
         for (int j = 0; j < KEY_VECTORS; j++) key[j] = load(k + j * W);
 #pragma GCC unroll 8
@@ -122,15 +117,19 @@ template <class C, int R>
   }
 }
 
-// acc[R][V * W columns] += weights[R][32] . values, for keys [from, to) of the tile
+// acc[R][V * W columns] += weights[R][32] . values, for keys [from, to) of the tile. `ahead`: the next tile's values,
+// fetched here and not beside its keys, since a core waits for a limited number of lines at a time.
 template <class C, int R, int V>
-[[gnu::noinline]] void add_values(const Layout<C>& layout, const C* values, const void* weights, int from, int to, float* acc) {
+[[gnu::noinline]] void add_values(const Layout<C>& layout, const C* values, const void* weights, int from, int to, float* acc,
+                                   const char* ahead) {
   vf s[R][V];
   for (int r = 0; r < R; r++)
     for (int j = 0; j < V; j++) s[r][j] = load(acc + (int64_t)r * layout.row + j * W);
   if constexpr (paired<C>) {
     const auto add = [&](int i, uint32_t mask) {
       const uint32_t* v = (const uint32_t*)values + (int64_t)i * layout.row;
+      if (ahead)
+        for (int j = 0; j < V; j++) __builtin_prefetch((const uint32_t*)ahead + (int64_t)i * layout.row + j * W);
       vu pair[V];
       for (int j = 0; j < V; j++) pair[j] = load_as<vu>(v + j * W) & mask;
 #pragma GCC unroll 8
@@ -157,6 +156,8 @@ template <class C, int R, int V>
     for (int i = from; i < to; i++, v += layout.row) {
       vf value[V];
       for (int j = 0; j < V; j++) value[j] = load(v + j * W);
+      if (ahead)
+        for (int j = 0; j < V; j++) __builtin_prefetch((const C*)ahead + (int64_t)i * layout.row + j * W);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++)
         for (int j = 0; j < V; j++) s[r][j] += value[j] * ((const float*)weights)[r * TILE + i];
@@ -225,11 +226,18 @@ void attend_rows(const Layout<C>& layout, const TileView<C>& view, const TileRow
     if (factors[r] != 1.f)
       for (int d = 0; d < layout.row; d += W)
         store(rows.acc + (int64_t)r * layout.row + d, load(rows.acc + (int64_t)r * layout.row + d) * factors[r]);
-  int d = 0;
-  for (; d + 4 * W <= layout.row; d += 4 * W)
-    add_values<C, R, 4>(layout, view.values + d * (paired<C> ? 2 : 1), weights, rows.from, rows.to, rows.acc + d);
-  for (; d < layout.row; d += W)
-    add_values<C, R, 1>(layout, view.values + d * (paired<C> ? 2 : 1), weights, rows.from, rows.to, rows.acc + d);
+  for (int d = 0; d < layout.row;) {
+    const int step = paired<C> ? 2 : 1;
+    const char* ahead = view.ahead.values ? view.ahead.values + (int64_t)d * step * sizeof(C) : nullptr;
+    const C* values = view.values + d * step;
+    if (d + 4 * W <= layout.row) {
+      add_values<C, R, 4>(layout, values, weights, rows.from, rows.to, rows.acc + d, ahead);
+      d += 4 * W;
+    } else {
+      add_values<C, R, 1>(layout, values, weights, rows.from, rows.to, rows.acc + d, ahead);
+      d += W;
+    }
+  }
 }
 
 template <class C>
