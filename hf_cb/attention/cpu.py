@@ -21,7 +21,6 @@ class Storage:
     """One layer's cache, and how it is described to the kernels, for each kind of layer that uses it."""
 
     cache: op.Cache
-    num_blocks: int
     block_size: int
     layers: dict[LayerFacts, lib.Attention] = field(default_factory=dict)
 
@@ -85,7 +84,7 @@ class CpuBackend:
 
     def allocate(self, layer: LayerFacts, num_blocks: int, block_size: int) -> Storage:
         shape = (layer.num_kv_heads, layer.head_dim, layer.v_head_dim, block_size)
-        return Storage(op.allocate(num_blocks, *shape, layer.dtype), num_blocks, block_size)
+        return Storage(op.allocate(num_blocks, *shape, layer.dtype), block_size)
 
     def prepare(self, batch: StepBatch, group: GroupBatch, device: torch.device) -> Meta:
         return Meta(group.slot_mapping, group.block_table, batch.cu_seqlens_q, batch.seq_lens)
@@ -113,8 +112,7 @@ class CpuBackend:
     def copy_blocks(self, storage: Storage, pairs: Tensor) -> None:
         for tensor in storage.cache:
             if tensor is not None:
-                blocks = tensor.view(storage.num_blocks, -1)
-                blocks[pairs[:, 1]] = blocks[pairs[:, 0]]
+                tensor[:, pairs[:, 1]] = tensor[:, pairs[:, 0]]
 
     def clear_blocks(self, storage: Storage, blocks: Tensor) -> None:
         """Nothing to do: keys beyond a request's own are masked, and their values are never read."""

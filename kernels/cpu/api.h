@@ -33,13 +33,13 @@ struct Attention {
   void* out;  // [T, Hq, Dv], heads side by side
   int64_t out_token;
   void *k_cache, *v_cache;      // see attention.h
-  float *k_scales, *v_scales;   // [blocks, Hkv, block_size] with an int8 cache
+  float *k_scales, *v_scales;   // [Hkv, blocks, block_size] with an int8 cache
   const float* sinks;           // [Hq] or nullptr
   const int64_t* slots;         // [T]: block * block_size + offset; negative: not stored
   const int32_t* block_table;   // [R, max_blocks]
   const int32_t *cu_seqlens;    // [R + 1]
   const int32_t *seq_lens;      // [R]: keys, with this step's
-  int64_t num_requests, max_blocks;
+  int64_t num_requests, max_blocks, num_blocks;
   int32_t num_heads, num_kv_heads, dim, v_dim, block_size;
   int32_t window, chunk;  // 0: none
   float scale, softcap;   // 0: none

@@ -1,6 +1,6 @@
 // Paged variable-length attention. T query tokens of R requests lie end to end; each sees its own request's keys.
 //
-// A layer's cache, for block b and KV head h (V rows are padded to a multiple of 16, as `v_row`):
+// A layer's cache, for KV head h and block b (heads first, so that a request's neighbouring blocks are read as one; V rows are padded to a multiple of 16, as `v_row`):
 //   keys    [dim][block_size], and for bf16 in pairs along dim, [ceil(dim / 2)][block_size][2]
 //   values  [block_size][v_row], and for bf16 in pairs along the keys, [ceil(block_size / 2)][v_row][2]
 //   int8 has one scale for each key or value vector.
@@ -141,7 +141,7 @@ struct Attend {
 
   Place where(const int32_t* table, int head, int start) const {
     if (a.block_size % TILE) return {};
-    const int64_t block = (int64_t)table[start / a.block_size] * a.num_kv_heads + head;
+    const int64_t block = head * a.num_blocks + table[start / a.block_size];
     const int inside = start % a.block_size;
     return {(const char*)layout.key(a.k_cache, block, inside), (const char*)layout.value(a.v_cache, block, inside)};
   }
@@ -150,7 +150,7 @@ struct Attend {
   TileView<C> view_of(const int32_t* table, int head, int start, int high, float* copy) const {
     TileView<C> view{};
     if (a.block_size % TILE == 0) {
-      const int64_t block = (int64_t)table[start / a.block_size] * a.num_kv_heads + head;
+      const int64_t block = head * a.num_blocks + table[start / a.block_size];
       const int inside = start % a.block_size;
       view.keys = layout.key(a.k_cache, block, inside), view.key_stride = a.block_size;
       view.values = layout.value(a.v_cache, block, inside);
@@ -168,7 +168,7 @@ struct Attend {
         view.scales[0][i] = view.scales[1][i] = 0.f;
         continue;
       }
-      const int64_t block = (int64_t)table[(start + i) / a.block_size] * a.num_kv_heads + head;
+      const int64_t block = head * a.num_blocks + table[(start + i) / a.block_size];
       const int inside = (start + i) % a.block_size;
       layout.copy_key(layout.key_block(a.k_cache, block), inside, keys, i);
       layout.copy_value(layout.value_block(a.v_cache, block), inside, values, i);

@@ -46,7 +46,7 @@ class Attention(Structure):
         ("out_token", c_int64),
         *((name, c_void_p) for name in ("k_cache", "v_cache", "k_scales", "v_scales", "sinks")),
         *((name, c_void_p) for name in ("slots", "block_table", "cu_seqlens", "seq_lens")),
-        *((name, c_int64) for name in ("num_requests", "max_blocks")),
+        *((name, c_int64) for name in ("num_requests", "max_blocks", "num_blocks")),
         *((name, c_int32) for name in ("num_heads", "num_kv_heads", "dim", "v_dim", "block_size", "window", "chunk")),
         *((name, c_float) for name in ("scale", "softcap")),
         *((name, c_int32) for name in ("dtype", "kv_dtype")),

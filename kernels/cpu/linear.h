@@ -10,7 +10,15 @@ namespace {
 
 constexpr int PANEL = 32;
 constexpr int ROWS = W == 16 ? 12 : 6;
-constexpr int PREFETCH = 24;  // lines of a panel ahead
+constexpr int NEAR = 24;  // steps of K ahead that a panel is fetched where it is read once
+
+// What a pass over a panel fetches on the way: where it begins, and how far it moves in each step of K. With one pass,
+// that is the panel itself, further on; with several, each fetches its share of the next panel, so that memory works
+// all the time and not only in the first pass.
+struct Ahead {
+  const char* from;
+  int64_t step;
+};
 
 template <class T>
 inline int64_t panel_size(int64_t depth) {  // in elements
@@ -39,7 +47,7 @@ void pack_rows(T* weight, int64_t rows, int64_t depth, int64_t first, int stride
 
 // R rows times one panel, into out[R][32]. Rows are bf16 where `dotted`, and float elsewhere.
 template <class T, int R>
-inline void piece(const void* const* rows, const T* panel, int64_t depth, float* out) {
+inline void piece(const void* const* rows, const T* panel, int64_t depth, float* out, Ahead ahead) {
 #if defined(__AVX512BF16__)
   if constexpr (dotted<T>) {
     vf s0[R], s1[R];
@@ -48,8 +56,8 @@ inline void piece(const void* const* rows, const T* panel, int64_t depth, float*
     const uint32_t* b = (const uint32_t*)panel;
     for (int64_t k = 0; k < pairs; k++, b += PANEL) {
       __m512bh b0 = (__m512bh)load_as<vi>(b), b1 = (__m512bh)load_as<vi>(b + W);
-      __builtin_prefetch(b + PREFETCH * PANEL);
-      __builtin_prefetch(b + PREFETCH * PANEL + W);
+      __builtin_prefetch(ahead.from + k * ahead.step);
+      __builtin_prefetch(ahead.from + k * ahead.step + 64);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         __m512bh a = (__m512bh)_mm512_set1_epi32(((const int32_t*)rows[r])[k]);
@@ -69,7 +77,7 @@ inline void piece(const void* const* rows, const T* panel, int64_t depth, float*
       const uint32_t* b = (const uint32_t*)panel + c;
       for (int64_t k = 0; k < depth; k += 2, b += PANEL) {
         vu p0 = load_as<vu>(b), p1 = load_as<vu>(b + W);
-        __builtin_prefetch(b + PREFETCH * PANEL);
+        __builtin_prefetch(ahead.from + k / 2 * ahead.step + c * 4);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) s0[r] += (vf)(p0 << 16) * a[r][k], s1[r] += (vf)(p1 << 16) * a[r][k];
         if (k + 1 == depth) break;
@@ -81,8 +89,8 @@ inline void piece(const void* const* rows, const T* panel, int64_t depth, float*
       const T* b = panel + c;
       for (int64_t k = 0; k < depth; k++, b += PANEL) {
         vf b0 = load(b), b1 = load(b + W);
-        __builtin_prefetch(b + PREFETCH * PANEL);
-        __builtin_prefetch(b + PREFETCH * PANEL + W);
+        __builtin_prefetch(ahead.from + k * ahead.step + c * sizeof(T));
+        __builtin_prefetch(ahead.from + k * ahead.step + (c + W) * sizeof(T));
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) s0[r] += b0 * a[r][k], s1[r] += b1 * a[r][k];
       }
@@ -92,8 +100,8 @@ inline void piece(const void* const* rows, const T* panel, int64_t depth, float*
 }
 
 template <class T>
-inline void piece_of(int64_t count, const void* const* rows, const T* panel, int64_t depth, float* out) {
-#define CASE(R) case R: return piece<T, (R <= ROWS ? R : ROWS)>(rows, panel, depth, out);
+inline void piece_of(int64_t count, const void* const* rows, const T* panel, int64_t depth, float* out, Ahead ahead) {
+#define CASE(R) case R: return piece<T, (R <= ROWS ? R : ROWS)>(rows, panel, depth, out, ahead);
   switch (count) {
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
   }
@@ -137,6 +145,12 @@ inline int64_t rows_of_piece(int64_t left) {
   return (left + 1) / 2;
 }
 
+inline int64_t passes_over(int64_t rows) {
+  int64_t passes = 0;
+  for (; rows > 0; passes++) rows -= rows_of_piece(rows);
+  return passes;
+}
+
 // Calls done(row, first column, values of up to 32 columns, how many) for every piece of the product.
 // `group` panels in a row belong together (gate and up): done gets their values one panel after the other.
 template <class T, int GROUP, class F>
@@ -150,14 +164,23 @@ void multiply(Rows x, int64_t rows, const Linear& w, Team team, F done) {
   for (int64_t item = team.begin(groups * blocks); item < team.end(groups * blocks); item++) {
     const int64_t g = item / blocks, b = item % blocks;
     const int64_t begin = rows * b / blocks, end = rows * (b + 1) / blocks;
-    for (int64_t m = begin; m < end;) {
+    const int64_t passes = passes_over(end - begin), line = PANEL * (paired<T> ? 4 : sizeof(T));
+    const bool is_last = item + 1 == team.end(groups * blocks);
+    int64_t pass = 0;
+    for (int64_t m = begin; m < end; pass++) {
       const int64_t count = rows_of_piece(end - m);
       const void* at[ROWS];
       for (int64_t r = 0; r < count; r++) at[r] = x.data + (m + r) * x.bytes;
       alignas(64) float out[GROUP][ROWS][PANEL];
       for (int i = 0; i < GROUP; i++) {
         const int64_t panel = (first + g * GROUP + i) * w.panel_stride + w.panel_offset;
-        piece_of<T>(count, at, packed + panel * size, w.depth, out[i][0]);
+        const T* now = packed + panel * size;
+        Ahead ahead{(const char*)now + NEAR * line, line};
+        if (passes > 1 && !is_last && blocks == 1) {
+          const int64_t bytes = size * sizeof(T), step = line / passes;
+          ahead = {(const char*)(now + GROUP * w.panel_stride * size) + bytes * pass / passes, step};
+        }
+        piece_of<T>(count, at, now, w.depth, out[i][0], ahead);
       }
       for (int64_t r = 0; r < count; r++) done(m + r, (first + g * GROUP) * PANEL, &out[0][r][0]);
       m += count;

@@ -14,7 +14,8 @@ MOST_DIM = 512  # of a head
 
 
 class Cache(NamedTuple):
-    """One layer's keys and values; the layout is in `attention.h`. Scales are None unless they are int8."""
+    """One layer's keys and values `[Hkv, num_blocks, ...]`, as laid out in `attention.h`. Scales are None unless they
+    are int8."""
 
     k: Tensor
     v: Tensor
@@ -28,9 +29,9 @@ def allocate(num_blocks: int, num_kv_heads: int, dim: int, v_dim: int, block_siz
     pairs = dtype == torch.bfloat16
     k_size = (dim + dim % 2 if pairs else dim) * block_size
     v_size = (block_size + block_size % 2 if pairs else block_size) * v_row
-    heads = num_blocks * num_kv_heads
-    scales = [torch.zeros(heads * block_size) for _ in range(2)] if dtype == torch.int8 else [None, None]
-    return Cache(torch.zeros(heads, k_size, dtype=dtype), torch.zeros(heads, v_size, dtype=dtype), *scales)
+    shape = (num_kv_heads, num_blocks)
+    scales = [torch.zeros(*shape, block_size) for _ in range(2)] if dtype == torch.int8 else [None, None]
+    return Cache(torch.zeros(*shape, k_size, dtype=dtype), torch.zeros(*shape, v_size, dtype=dtype), *scales)
 
 
 def describe(
@@ -54,6 +55,7 @@ def describe(
         k_scales=lib.pointer(cache.k_scales),
         v_scales=lib.pointer(cache.v_scales),
         sinks=lib.pointer(sinks),
+        num_blocks=cache.k.shape[1],
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         dim=dim,

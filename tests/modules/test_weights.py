@@ -204,9 +204,7 @@ def test_many_threads_look_while_others_generate() -> None:
 
     def look() -> None:
         for _ in range(20):
-            if not torch.equal(
-                model.model.layers[1].self_attn.q_proj.weight, q_proj
-            ):
+            if not torch.equal(model.model.layers[1].self_attn.q_proj.weight, q_proj):
                 wrong.append("weight")
 
     threads = [threading.Thread(target=look) for _ in range(4)]
