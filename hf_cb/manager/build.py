@@ -30,11 +30,13 @@ def plan_engine(model: PreTrainedModel, options: EngineConfig, need: Need | None
     check_supported(model)
     with in_eval(model):
         verdict = judge(model)
-        if verdict.path != "paged" and options.attention is not None:
-            raise OptionError(
-                f"attention={options.attention!r} needs the paged path, and {type(model).__name__} takes the "
-                f"{verdict.path} path: {verdict.reason}."
-            )
+        for name in ("attention", "kv_dtype"):
+            value = getattr(options, name)
+            if verdict.path != "paged" and value is not None:
+                raise OptionError(
+                    f"{name}={value!r} needs the paged path, and {type(model).__name__} takes the {verdict.path} path: "
+                    f"{verdict.reason}. Leave {name} unset."
+                )
         try:
             return verdict, plan_path(verdict.path, model, options, need)
         except UnsupportedModelError:  # it is not what it was when it was judged: hooks have come, or other modules

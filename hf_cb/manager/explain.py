@@ -10,7 +10,7 @@ from hf_cb.errors import HfCbError
 from hf_cb.manager.build import plan_engine
 from hf_cb.manager.training_mode import in_eval
 from hf_cb.models.plan import ModelPlan
-from hf_cb.models.stack import why_not_fused
+from hf_cb.models.stack import what_runs
 from hf_cb.modules.wanted import wanted
 
 if TYPE_CHECKING:
@@ -49,8 +49,9 @@ def explain(model: PreTrainedModel, options: EngineConfig) -> Explanation:
         return Explanation(name, "refused", str(refusal))
     modules = _modules(model, options, plan)
     values = {name: f"{getattr(plan.config, name)} ({reason})" for name, reason in plan.config.reasons.items()}
+    kept = f" of {options.kv_dtype}" if options.kv_dtype else ""
     values["kv_cache"] = (
-        f"{plan.config.num_blocks * plan.block_bytes / 2**20:.0f} MiB ({plan.block_bytes} bytes a block)"
+        f"{plan.config.num_blocks * plan.block_bytes / 2**20:.0f} MiB{kept} ({plan.block_bytes} bytes a block)"
     )
     return Explanation(
         model=name,
@@ -70,15 +71,8 @@ def _modules(model: PreTrainedModel, options: EngineConfig, plan: ModelPlan) -> 
     if plan.backend is None or (mode == "off" and options.modules is not None):
         return "off"
     with in_eval(model):
-        why_not = why_not_fused(model, plan)
-    fused = "every layer is recognised: a step is one native call, on packed weights"
-    if mode == "off":
-        return (
-            "off; hf_cb.accelerate(model) would add nothing"
-            if why_not
-            else f"off; with hf_cb.accelerate(model) {fused}"
-        )
-    return f"the model's own, since {why_not}" if why_not else fused
+        runs = what_runs(model, plan, "fused" if mode == "off" else mode)
+    return f"off; with hf_cb.accelerate(model): {runs}" if mode == "off" else runs
 
 
 def _layers(plan: ModelPlan) -> list[str]:

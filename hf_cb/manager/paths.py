@@ -34,6 +34,6 @@ def build_path(
         return Engine(runner, plan.config, policy)
     assert plan.backend is not None
     config = plan.config
-    kind = StackModel if modules == "fused" else PagedModel
-    paged = kind(model, plan.trace, plan.groups, plan.backend, config.num_blocks, config.block_size)
+    arguments = (model, plan.trace, plan.groups, plan.backend, config.num_blocks, config.block_size)
+    paged = PagedModel(*arguments) if modules == "off" else StackModel(modules, *arguments)
     return Engine(paged, config, policy)

@@ -60,7 +60,7 @@ def plan_paged(model: PreTrainedModel, options: EngineConfig, need: Need | None 
         UnsupportedModelError, OptionError: naming the model or the option, and the remedy.
     """
     trace = trace_layers(model)
-    backend, why = choose_backend(options.attention, trace.layers)
+    backend, why = choose_backend(options.attention, trace.layers, options.kv_dtype)
     # with no attention at all blocks only count tokens
     groups = group_layers(trace.layers, options.max_model_len or model_length(model)) or [LayerGroup((), ())]
     stored = [trace.layers[i] for i in storage_layers(groups)]

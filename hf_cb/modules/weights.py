@@ -1,18 +1,21 @@
 """Weights that live in packed matrices, and come back bit for bit as soon as anybody else looks at them.
 
 A packed `Parameter` stays the same object with its shape, dtype and device; its memory is given up. Its class becomes
-`PackedParameter` meanwhile, whose every use through torch (reading, writing, copying, saving, moving) first puts the
-weights of the whole model back. What torch does not tell us of (raw pointers taken earlier) sees a NaN of that shape.
+`PackedParameter` meanwhile, through which torch tells us of every use. A linear layer or an embedding without gradients
+is computed on the packed matrix: so a model's own modules run fast, and nothing in them is replaced. Any other use
+(reading, writing, copying, saving, moving, training) first puts the weights of the whole model back. What torch does
+not tell us of (raw pointers taken earlier) sees a NaN of that shape.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_cb.kernels.cpu import library as lib
@@ -36,6 +39,9 @@ class PackedParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        packed = _PACKED.get(func)
+        if packed is not None and (found := packed(*args, **kwargs)) is not None:
+            return found
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -68,7 +74,7 @@ def _unpack_all_in(value: Any) -> None:
     if isinstance(value, PackedParameter):
         owner = value.__dict__.get("_hf_cb_packed")
         if owner is not None:
-            owner.unpack()
+            owner.unpack(value)
     elif isinstance(value, dict):
         _unpack_all_in(list(value.values()))
     elif isinstance(value, (list, tuple)):
@@ -80,7 +86,7 @@ class PackedWeights:
     """The packed weights of one model. A parameter belongs to at most one of these at a time.
 
     `unpacked` becomes True when the parameters have their values again; the matrices are of no use from then on,
-    except to a step that is still running on them.
+    except to a step that is still running on them. `asked_for` is the parameter that somebody wanted to see then.
     """
 
     def __init__(self, table: lib.Table, threads: int) -> None:
@@ -88,6 +94,7 @@ class PackedWeights:
         self.threads = threads
         self.unpacked = False
         self.unpacked_at = 0.0  # on time.monotonic()
+        self.asked_for: nn.Parameter | None = None
         self._pieces: dict[int, tuple[nn.Parameter, list[tuple[Columns, int]]]] = {}
 
     def take(self, parameter: nn.Parameter, pieces: Sequence[Columns]) -> None:
@@ -107,9 +114,16 @@ class PackedWeights:
             parameter.__dict__.update(_hf_cb_packed=self, _hf_cb_mark=(mark, None))
             parameter.__class__ = PackedParameter
 
-    def unpack(self) -> None:
+    def columns_of(self, parameter: Tensor) -> list[Columns]:
+        """Where a weight lies, its rows in order; nothing if it is not packed here (any more)."""
+        found = self._pieces.get(id(parameter))
+        return [columns for columns, _ in found[1]] if found is not None else []
+
+    def unpack(self, asked_for: nn.Parameter | None = None) -> None:
         """Every parameter gets its values back. May be called from any thread, and again."""
         with _lock:
+            if not self.unpacked:
+                self.asked_for = asked_for
             while self._pieces:
                 _, (parameter, placed) = self._pieces.popitem()
                 with torch.inference_mode(False), torch.no_grad():
@@ -124,3 +138,57 @@ class PackedWeights:
                     parameter.__dict__["_hf_cb_mark"] = (mark, (values.data_ptr(), parameter._version))
             if not self.unpacked:
                 self.unpacked, self.unpacked_at = True, time.monotonic()
+
+
+# ------------------------------------------------------------------------------------- what runs on the packed matrices
+
+_own = threading.local()  # each thread has a workspace
+
+
+def _workspace() -> lib.Workspace:
+    if not hasattr(_own, "workspace"):
+        found = lib.library()
+        assert found is not None
+        _own.workspace = lib.Workspace(found)
+    return _own.workspace
+
+
+def _is_plain(x: Any, weight: Tensor) -> bool:
+    """Whether a product with x needs no gradient and no other type: then the packed matrix will do."""
+    if type(x) is not Tensor or x.dtype != weight.dtype or x.device.type != "cpu":
+        return False
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return False
+    return not torch.is_autocast_enabled("cpu")
+
+
+def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor | None:
+    """F.linear; None where it is not for us."""
+    if not is_packed(weight) or not _is_plain(input, weight) or (bias is not None and is_packed(bias)):
+        return None
+    owner = weight.__dict__.get("_hf_cb_packed")
+    parts = owner.columns_of(weight) if owner is not None else []
+    if not parts:
+        return None
+    threads, scratch = torch.get_num_threads(), _workspace()
+    found = [columns.linear(owner.table, scratch, input, threads) for columns in parts]
+    out = found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+    return out if bias is None else out.add_(bias)
+
+
+def _embedding(
+    input: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, *others: Any, **more: Any
+) -> Any:
+    """F.embedding; None where it is not for us."""
+    if not is_packed(weight) or max_norm is not None or type(input) is not Tensor or input.dtype != torch.long:
+        return None
+    owner = weight.__dict__.get("_hf_cb_packed")
+    parts = owner.columns_of(weight) if owner is not None else []
+    if len(parts) != 1 or (torch.is_grad_enabled() and weight.requires_grad) or input.device.type != "cpu":
+        return None
+    if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < weight.shape[0]:
+        raise IndexError("index out of range in self")  # as torch says it
+    return parts[0].embed(owner.table, input, torch.get_num_threads())
+
+
+_PACKED: dict[Any, Callable[..., Any]] = {F.linear: _linear, F.embedding: _embedding}

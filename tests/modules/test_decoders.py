@@ -11,6 +11,7 @@ from tiny_models import FAMILIES, generate_alone, greedy, make_model, make_promp
 import hf_cb
 from hf_cb.kernels.cpu import library as lib
 from hf_cb.models.stack import StackModel
+from hf_cb.modules.weights import is_packed
 
 pytestmark = pytest.mark.skipif(lib.library() is None, reason=f"no compiled kernels: {lib.problem()}")
 OWN_LAYERS = {"Olmo", "GPTNeoX"}  # a norm without a weight; queries, keys and values interleaved head by head
@@ -24,7 +25,7 @@ def native_steps(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def noting(self: StackModel) -> Any:
         found = ready(self)
-        if hasattr(self, "why_not"):  # else it is still being read
+        if self._known is not None:  # else it is still being read
             seen.append(found is not None)
         return found
 
@@ -97,6 +98,35 @@ def test_a_module_that_is_replaced_is_used() -> None:
     model.model.layers[0].mlp.up_proj = torch.nn.Linear(64, 96, bias=False)
     want = [generate_alone(model, p, greedy(12)) for p in PROMPTS]
     assert tokens(model) == want
+    hf_cb.restore(model)
+
+
+@pytest.mark.parametrize("family", ["GPTNeoX", "Olmo", "Llama"])
+def test_linear_layers_alone(family: str) -> None:
+    model = make_model(family)
+    want = [generate_alone(model, p, greedy(12)) for p in PROMPTS]
+    hf_cb.accelerate(model, modules="leaf")
+    assert tokens(model) == want
+    assert is_packed(model.get_output_embeddings().weight)
+    assert [generate_alone(model, p, greedy(12)) for p in PROMPTS] == want
+    assert is_packed(model.get_output_embeddings().weight)  # generate ran on the packed weights too
+    hf_cb.restore(model)
+
+
+def test_a_weight_that_is_read_in_other_ways_stays() -> None:
+    model = make_model("GPTNeoX")
+    dense = model.gpt_neox.layers[1].mlp.dense_h_to_4h
+    forward = type(model.gpt_neox.layers[1].mlp).forward
+
+    def reading(x: torch.Tensor) -> torch.Tensor:
+        return forward(model.gpt_neox.layers[1].mlp, x) + dense.weight.sum() * 0
+
+    model.gpt_neox.layers[1].mlp.forward = reading
+    want = [generate_alone(model, p, greedy(12)) for p in PROMPTS]
+    hf_cb.accelerate(model)
+    assert tokens(model) == want
+    assert not is_packed(dense.weight)
+    assert is_packed(model.gpt_neox.layers[0].mlp.dense_h_to_4h.weight)
     hf_cb.restore(model)
 
 

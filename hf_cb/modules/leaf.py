@@ -1,0 +1,44 @@
+"""Linear layers on packed weights, one by one, for models whose layers are not understood as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from hf_cb.kernels.cpu import library as lib
+from hf_cb.kernels.cpu.linear import side_by_side
+from hf_cb.modules.recognise import is_plain_linear
+from hf_cb.modules.weights import PackedWeights
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def pack_linears(
+    model: nn.Module, table: lib.Table, threads: int, but: Collection[nn.Parameter] = ()
+) -> PackedWeights | None:
+    """Packs the weight of every plain linear layer that no adapter has to do with; None if there is none.
+
+    Args:
+        but: parameters to leave alone; compared by identity.
+    """
+    weights = PackedWeights(table, threads)
+    left, taken = {id(p) for p in but}, 0
+    for module in _linears(model):
+        weight = module.weight
+        if id(weight) in left or weight.dtype not in DTYPES or not weight.is_contiguous():
+            continue
+        left.add(id(weight))  # another layer may share it
+        weights.take(weight, side_by_side([weight.shape[0]], weight.shape[1], weight.dtype))
+        taken += 1
+    return weights if taken else None
+
+
+def _linears(module: nn.Module) -> list[nn.Linear]:
+    if hasattr(module, "base_layer"):  # an adapter's: it may be trained, merged or switched at any time
+        return []
+    if is_plain_linear(module):
+        assert isinstance(module, nn.Linear)
+        return [module]
+    return [linear for child in module.children() for linear in _linears(child)]
