@@ -72,6 +72,8 @@ class EngineConfig:
         prefix_caching: reuse the blocks of equal prompt beginnings.
         policy: order in which requests are served: "fifo" or "prefill_first", or an object with `order` and `victim`.
         attention: "cpu" or "reference", or None for the best backend on the model's device.
+        kv_dtype: "int8" keeps keys and values quantised, one scale for each token and head: about half the memory of
+            bfloat16, for slightly less exact answers; only on the "cpu" backend. None: the model's own dtype.
         modules: faster modules, verified against the model's own: "fused" (whole layers), "leaf" (linear layers and
             norms) or "off". None: "fused" for a model that `accelerate` was called on, else "off".
         return_logprobs: give each token's log-probability.
@@ -97,6 +99,7 @@ class EngineConfig:
     prefix_caching: bool = True
     policy: Any = "fifo"
     attention: str | None = None
+    kv_dtype: Literal["int8"] | None = None
     modules: Literal["fused", "leaf", "off"] | None = None
     return_logprobs: bool = False
     max_queue_size: int = 0
@@ -134,6 +137,8 @@ class EngineConfig:
         for name in ("prefix_caching", "return_logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} must be True or False, not {getattr(self, name)!r}.")
+        if self.kv_dtype not in (None, "int8"):
+            raise OptionError(f'kv_dtype={self.kv_dtype!r} must be "int8", or None for the model\'s own dtype.')
         if self.modules not in (None, "fused", "leaf", "off"):
             raise OptionError(f'modules={self.modules!r} must be "fused", "leaf" or "off".')
 

@@ -61,8 +61,12 @@ def backends() -> dict[str, type[AttentionBackend]]:
     return {"cpu": CpuBackend, "reference": ReferenceBackend}
 
 
-def choose_backend(name: str | None, layers: Sequence[LayerFacts]) -> tuple[AttentionBackend, str]:
+def choose_backend(
+    name: str | None, layers: Sequence[LayerFacts], kv_dtype: str | None = None
+) -> tuple[AttentionBackend, str]:
     """The backend for these layers and the reason: the one asked for, or the first that can do all of them.
+
+    `kv_dtype`: what the cache is kept in, if not in the layers' own dtype.
 
     Raises:
         OptionError: the one asked for is unknown or cannot do a layer; the message says which and why.
@@ -70,11 +74,32 @@ def choose_backend(name: str | None, layers: Sequence[LayerFacts]) -> tuple[Atte
     known = backends()
     if name is not None and name not in known:
         raise OptionError(f"attention={name!r} is unknown; the backends are {', '.join(known)}.")
+    if kv_dtype is not None:
+        return _quantising(name, layers, kv_dtype), f"the one that keeps keys and values in {kv_dtype}"
     for candidate in [name] if name is not None else list(known):
         backend = known[candidate]()
-        problem = next((why for layer in layers if (why := backend.unsupported(layer)) is not None), None)
+        problem = _problem(backend, layers)
         if problem is None:
             return backend, "asked for" if name else "the first that can do all layers"
         if name is not None:
             raise OptionError(f"attention={name!r} cannot run this model: {problem}.")
     raise OptionError(f"No attention backend can run this model: {problem}.")
+
+
+def _quantising(name: str | None, layers: Sequence[LayerFacts], kv_dtype: str) -> AttentionBackend:
+    from hf_cb.attention.cpu import CpuBackend
+
+    if name not in (None, CpuBackend.name):
+        raise OptionError(f"kv_dtype={kv_dtype!r} needs attention='cpu', not {name!r}: leave one of the two unset.")
+    backend = CpuBackend(kv_dtype)
+    problem = _problem(backend, layers)
+    if problem is not None:
+        raise OptionError(
+            f"kv_dtype={kv_dtype!r} needs the cpu backend, which cannot run this model: {problem}. "
+            f"Leave kv_dtype unset."
+        )
+    return backend
+
+
+def _problem(backend: AttentionBackend, layers: Sequence[LayerFacts]) -> str | None:
+    return next((why for layer in layers if (why := backend.unsupported(layer)) is not None), None)

@@ -56,11 +56,15 @@ class Meta:
 
 
 class CpuBackend:
-    """See the module's docstring; the methods are those of `AttentionBackend`."""
+    """See the module's docstring; the methods are those of `AttentionBackend`.
+
+    `kv_dtype`: "int8" for a quantised cache, None for one in the layers' own dtype.
+    """
 
     name = "cpu"
 
-    def __init__(self) -> None:
+    def __init__(self, kv_dtype: str | None = None) -> None:
+        self.kv_dtype = kv_dtype
         found = lib.library()
         self.table = found.best if found else None
         self.workspace = lib.Workspace(found) if found else None
@@ -79,12 +83,13 @@ class CpuBackend:
         return None
 
     def block_bytes(self, layer: LayerFacts, block_size: int) -> int:
-        one = op.allocate(1, layer.num_kv_heads, layer.head_dim, layer.v_head_dim, block_size, layer.dtype)
+        one = self.allocate(layer, 1, block_size).cache
         return sum(tensor.nbytes for tensor in one if tensor is not None)
 
     def allocate(self, layer: LayerFacts, num_blocks: int, block_size: int) -> Storage:
         shape = (layer.num_kv_heads, layer.head_dim, layer.v_head_dim, block_size)
-        return Storage(op.allocate(num_blocks, *shape, layer.dtype), block_size)
+        dtype = torch.int8 if self.kv_dtype == "int8" else layer.dtype
+        return Storage(op.allocate(num_blocks, *shape, dtype), block_size)
 
     def prepare(self, batch: StepBatch, group: GroupBatch, device: torch.device) -> Meta:
         return Meta(group.slot_mapping, group.block_table, batch.cu_seqlens_q, batch.seq_lens)
