@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_cb.attention.cpu import CpuBackend
@@ -176,7 +177,7 @@ def small_batch(paged: PagedModel) -> StepBatch:
         rows = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
         blocks = table[rows, positions // block_size].long()
         groups.append(GroupBatch(blocks * block_size + positions % block_size, table, [], []))
-    if block > paged.num_blocks:
+    if block - 1 > paged.num_blocks:
         raise NotRecognised("the KV cache is too small to try its layers in")
     return StepBatch(
         requests=[],
@@ -278,9 +279,9 @@ def _read_model(paged: PagedModel, watched: Watched, layers: list[LayerRecipe]) 
     rows = embedding.weight[batch.input_ids].float()
     multiplier = _multiplier(rows, first.float(), first.dtype)
     final, normed = watched.norms[-1]
-    raw = (normed[0] if normed.dim() == 3 else normed).float()
+    raw = normed[0] if normed.dim() == 3 else normed
     raw = raw[batch.logits_rows] if len(raw) == len(batch.input_ids) else raw
-    raw = raw @ head.weight.float().t() + (0 if head.bias is None else head.bias.float())
+    raw = F.linear(raw, head.weight, head.bias).float()
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     scaled = 1.0 if softcap else _multiplier(raw, watched.logits, first.dtype)
     return ModelRecipe(embedding, tuple(layers), norm_recipe(final), head, multiplier, scaled, softcap)

@@ -9,6 +9,7 @@ not tell us of (raw pointers taken earlier) sees a NaN of that shape.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,9 @@ _HARMLESS = {
 _HARMLESS |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.__len__}
 _HARMLESS |= {Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.requires_grad_}
 _HARMLESS |= {torch.is_floating_point, torch.is_complex, torch.numel}
+
+GIVE_BACK_BYTES = 2**25
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
 
 _lock = threading.RLock()
 
@@ -96,6 +100,7 @@ class PackedWeights:
         self.unpacked_at = 0.0  # on time.monotonic()
         self.asked_for: nn.Parameter | None = None
         self._pieces: dict[int, tuple[nn.Parameter, list[tuple[Columns, int]]]] = {}
+        self._freed = 0  # bytes since the allocator was last asked to give them back
 
     def take(self, parameter: nn.Parameter, pieces: Sequence[Columns]) -> None:
         """Packs a weight `[N, K]` into these columns, its rows in this order, and lets go of its memory."""
@@ -113,6 +118,15 @@ class PackedWeights:
                 parameter.data = torch.full((), float("nan"), dtype=values.dtype).expand(values.shape)
             parameter.__dict__.update(_hf_cb_packed=self, _hf_cb_mark=(mark, None))
             parameter.__class__ = PackedParameter
+            self._freed += values.nbytes
+            del values
+            self._give_back(GIVE_BACK_BYTES)
+
+    def _give_back(self, least: int) -> None:
+        """Freed weights lie between others, where the C library would keep them: half a model, by the end."""
+        if self._freed >= least and _malloc_trim is not None:
+            _malloc_trim(0)
+            self._freed = 0
 
     def columns_of(self, parameter: Tensor) -> list[Columns]:
         """Where a weight lies, its rows in order; nothing if it is not packed here (any more)."""
@@ -134,6 +148,8 @@ class PackedWeights:
                     parameter.__class__ = nn.Parameter
                     parameter.__dict__.pop("_hf_cb_packed", None)
                     parameter.data = values
+                    self._freed += values.nbytes
+                    self._give_back(GIVE_BACK_BYTES)
                     mark = parameter.__dict__["_hf_cb_mark"][0]
                     parameter.__dict__["_hf_cb_mark"] = (mark, (values.data_ptr(), parameter._version))
             if not self.unpacked:
