@@ -85,6 +85,19 @@ struct Step {
   int64_t* best;   // [S] where logits is nullptr: the largest one's index, -1 if one is NaN
 };
 
+// One row of logits to draw from, and what was drawn.
+struct Draw {
+  int64_t row;
+  double uniform;       // in [0, 1)
+  double top_p, min_p;  // 1 and 0: none
+  int64_t top_k;        // 0: none
+  float temperature;
+  int32_t greedy, logprobs;  // greedy: the first of the largest, and a logprob only where it is asked for
+  int64_t token;             // or one of the two below
+  double logprob;            // among the tokens that the filters leave
+};
+enum NoToken : int64_t { NOT_A_NUMBER = -1, NO_TOKEN = -2 };  // NO_TOKEN: none has a probability above zero
+
 struct Workspace;
 
 // What one variant of the library offers.
@@ -100,4 +113,6 @@ struct Table {
                 int64_t row_stride, void* out, int32_t threads);
   int32_t (*attend)(Workspace*, const Attention*, int32_t threads);
   int32_t (*step)(Workspace*, const Model*, const Step*, int32_t threads);
+  int32_t (*sample)(Workspace*, const float* logits, int64_t row_stride, int64_t vocab, Draw*, int64_t count,
+                    int32_t threads);
 };

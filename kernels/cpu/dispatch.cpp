@@ -31,6 +31,7 @@ EXPORT const Table* hf_cb_table(int32_t index) {
 EXPORT Workspace* hf_cb_workspace() { return new Workspace; }
 EXPORT void hf_cb_workspace_free(Workspace* workspace) { delete workspace; }
 EXPORT int32_t hf_cb_sizes(int32_t which) {  // of the structs, so that Python can tell a stale library
-  const int32_t sizes[] = {sizeof(Linear), sizeof(Norm), sizeof(Attention), sizeof(Layer), sizeof(Model), sizeof(Step)};
-  return which >= 0 && which < 6 ? sizes[which] : 0;
+  const int32_t sizes[] = {sizeof(Linear), sizeof(Norm), sizeof(Attention), sizeof(Layer),
+                           sizeof(Model),  sizeof(Step), sizeof(Draw)};
+  return which >= 0 && which < 7 ? sizes[which] : 0;
 }

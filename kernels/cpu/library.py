@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,18 @@ class Step(Structure):
     ]
 
 
+class Draw(Structure):
+    _fields_ = [
+        ("row", c_int64),
+        *((name, c_double) for name in ("uniform", "top_p", "min_p")),
+        ("top_k", c_int64),
+        ("temperature", c_float),
+        *((name, c_int32) for name in ("greedy", "logprobs")),
+        ("token", c_int64),
+        ("logprob", c_double),
+    ]
+
+
 _SIGNATURES: dict[str, tuple[Any, ...]] = {  # of api.h's Table, in its order: what it returns, what it takes
     "pack": (None, c_int32, c_void_p, c_int64, c_int64, c_int64, c_int32, c_int32, c_void_p, c_int32, c_int32),
     "linear": (c_int32, c_void_p, c_int32, c_void_p, c_int64, c_int64, POINTER(Linear), c_void_p, c_int64, c_int32),
@@ -106,6 +118,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {  # of api.h's Table, in its order: w
     "gated": (None, c_int32, c_int32, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int32),
     "attend": (c_int32, c_void_p, POINTER(Attention), c_int32),
     "step": (c_int32, c_void_p, POINTER(Model), POINTER(Step), c_int32),
+    "sample": (c_int32, c_void_p, c_void_p, c_int64, c_int64, POINTER(Draw), c_int64, c_int32),
 }
 
 
@@ -119,6 +132,7 @@ class Table:
     gated: Any
     attend: Any
     step: Any
+    sample: Any
 
     def __init__(self, address: int) -> None:
         words = ctypes.cast(address, POINTER(c_void_p))
@@ -137,7 +151,7 @@ class Library:
         self.file.hf_cb_table.restype = self.file.hf_cb_workspace.restype = c_void_p
         self.file.hf_cb_table.argtypes = [c_int32]
         self.file.hf_cb_workspace_free.argtypes = [c_void_p]
-        for i, struct in enumerate((Linear, Norm, Attention, Layer, Model, Step)):
+        for i, struct in enumerate((Linear, Norm, Attention, Layer, Model, Step, Draw)):
             if self.file.hf_cb_sizes(i) != ctypes.sizeof(struct):
                 raise ImportError(f"{path} is of another version of hf_cb: install hf_cb again to build it anew.")
         self.variants: dict[str, Table] = {}

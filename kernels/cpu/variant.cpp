@@ -1,5 +1,6 @@
 // The whole library for one instruction set. Compiled several times, each with its own flags and NAME.
 #include "decoder.h"
+#include "sampler.h"
 
 #define JOIN2(a, b) a##b
 #define JOIN(a, b) JOIN2(a, b)
@@ -83,7 +84,12 @@ int32_t step(Workspace* ws, const Model* model, const Step* work, int32_t thread
   });
 }
 
+int32_t sample(Workspace* ws, const float* logits, int64_t row_stride, int64_t vocab, Draw* draws, int64_t count,
+               int32_t threads) {
+  return sample_rows(*ws, logits, row_stride, vocab, draws, count, threads);
+}
+
 }  // namespace
 
 extern const Table JOIN(table_, NAME);
-const Table JOIN(table_, NAME) = {TEXT(NAME), pack, linear, embed, norm, gated, attend, step};
+const Table JOIN(table_, NAME) = {TEXT(NAME), pack, linear, embed, norm, gated, attend, step, sample};
