@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from transformers.generation.continuous_batching.requests import GenerationOutput as _TransformersOutput
 
+from hf_cb.warpers import Warpers
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -47,7 +49,7 @@ class StopCheck(Protocol):
 class SamplingParams:
     """What one request asks of the sampler and of the stop checks, fully resolved: nothing here is None-for-default.
 
-    `process` is None when the raw logits decide; `seed` matters only if `do_sample`.
+    `process` is None when the raw logits decide; `seed` and `warpers` matter only if `do_sample`.
     """
 
     max_new_tokens: int
@@ -56,6 +58,7 @@ class SamplingParams:
     do_sample: bool = False
     seed: int = 0
     process: LogitsProcess | None = None
+    warpers: Warpers | None = None  # what `process` does, where they can say it
     stop_checks: tuple[StopCheck, ...] = ()
     max_time: float | None = None  # seconds since submission
     logprobs: bool = False

@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the ground up. A room imports from the floors below it and from itself.
 FLOORS = (
-    {"kernels", "core", "config", "sizes", "errors", "seeds"},
+    {"kernels", "core", "config", "sizes", "errors", "seeds", "warpers"},
     {"attention", "modules", "text", "metrics"},
     {"models"},
     {"engine"},
@@ -19,7 +19,7 @@ FLOORS = (
     {"cli"},
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-NEIGHBOURS = {"core", "config", "sizes", "errors", "seeds"}  # the rooms of one floor that may import each other
+NEIGHBOURS = FLOORS[0] - {"kernels"}  # the rooms of one floor that may import each other
 OPTIONAL = {"triton", "flash_attn", "gradio", "fastapi", "gguf", "sentencepiece", "openai"}
 TRITON_KERNELS = "hf_cb.kernels.triton"  # may import triton; importing them is importing triton
 MAX_LINES = 300

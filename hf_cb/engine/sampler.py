@@ -1,4 +1,5 @@
-"""From logits to tokens: greedy rows all at once, every other row by its request's own processors.
+"""From logits to tokens: greedy rows all at once, every other row by its request's own processors; on a CPU with
+compiled kernels, rows with no more than the four common warpers in the same call as the greedy ones.
 
 A sampled token depends on the scores, the request's seed and its position, and on nothing else: one uniform number is
 computed from seed and position, so a request's tokens survive any batching, preemption or late commit.
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from hf_cb.core import PlanPart, Request
 from hf_cb.errors import describe
+from hf_cb.kernels.cpu import library as lib
+from hf_cb.kernels.cpu import sampler as op
 from hf_cb.seeds import uniform
 
 
@@ -39,7 +42,15 @@ class SamplingStep(Protocol):
 
 
 class Sampler:
-    """Greedy in one argmax; other rows one by one, with `generate`'s processors on the request's own ids."""
+    """Greedy in one argmax; other rows one by one, with `generate`'s processors on the request's own ids.
+
+    `native`: False leaves the compiled kernels alone.
+    """
+
+    def __init__(self, native: bool = True) -> None:
+        found = lib.library() if native else None
+        self._table = found.best if found else None
+        self._workspace = lib.Workspace(found) if found else None
 
     def best_is_enough(self, parts: Sequence[PlanPart]) -> bool:
         return all(_is_plain(p.request) and not p.request.params.logprobs for p in parts if p.samples)
@@ -48,12 +59,7 @@ class Sampler:
         if logits.dim() == 1:
             tokens = iter(logits.tolist())
             return [[_best(next(tokens)) for _ in range(part.samples)] for part in parts]
-        rows = [part for part in parts for _ in range(part.samples)]
-        plain = [i for i, part in enumerate(rows) if _is_plain(part.request)]
-        found: dict[int, Sampled] = {}
-        if plain:
-            picked = logits if len(plain) == len(rows) else logits[torch.tensor(plain, device=logits.device)]
-            found = dict(zip(plain, _greedy(picked, [rows[i].request for i in plain]), strict=True))
+        found = self._at_once(logits, parts)
         results: list[list[Sampled]] = []
         row = 0
         for part in parts:
@@ -66,6 +72,42 @@ class Sampler:
                 results[-1].append(sampled)
                 row += 1
         return results
+
+    def _at_once(self, logits: Tensor, parts: Sequence[PlanPart]) -> dict[int, Sampled]:
+        """The rows that need no processors, by their number."""
+        if self._table is not None and self._workspace is not None and logits.device.type == "cpu":
+            draws = _draws(parts)
+            scores = logits.float() if draws else logits
+            drawn = op.sample(self._table, self._workspace, scores, draws, torch.get_num_threads()) if draws else []
+            return {d.row: _drawn(token, p if d.logprobs else None) for d, (token, p) in zip(draws, drawn, strict=True)}
+        rows = [part.request for part in parts for _ in range(part.samples)]
+        plain = [i for i, request in enumerate(rows) if _is_plain(request)]
+        if not plain:
+            return {}
+        picked = logits if len(plain) == len(rows) else logits[torch.tensor(plain, device=logits.device)]
+        return dict(zip(plain, _greedy(picked, [rows[i] for i in plain]), strict=True))
+
+
+def _draws(parts: Sequence[PlanPart]) -> list[op.Draw]:
+    draws: list[op.Draw] = []
+    row = 0
+    for part in parts:
+        request, params = part.request, part.request.params
+        for place in range(len(request.token_ids), len(request.token_ids) + part.samples):
+            if _is_plain(request):
+                draws.append(op.Draw(row, greedy=True, logprobs=params.logprobs))
+            elif params.do_sample and params.warpers is not None:
+                w = params.warpers
+                u = uniform(params.seed, place)
+                draws.append(op.Draw(row, u, w.top_p, w.min_p, w.top_k, w.temperature, logprobs=params.logprobs))
+            row += 1
+    return draws
+
+
+def _drawn(token: int, logprob: float | None) -> Sampled:
+    if token >= 0:
+        return Sampled(token, logprob)
+    return Sampled(0, exception=_not_a_number() if token == op.NOT_A_NUMBER else _no_token())
 
 
 def _is_plain(request: Request) -> bool:
@@ -120,13 +162,17 @@ def _not_a_number() -> ValueError:
     return ValueError("The scores of this request's next token contain NaN: is the model or a processor broken?")
 
 
+def _no_token() -> ValueError:
+    return ValueError("No token has a probability above zero: the processors of this request exclude them all.")
+
+
 def pick(scores: Tensor, u: float) -> int:
     """The token at which the cumulated probabilities of `scores [V]` pass u in [0, 1)."""
     if scores.device.type == "mps":
         scores = scores.cpu()  # it has no float64
     cumulated = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
     if not cumulated[-1].isfinite():
-        raise ValueError("No token has a probability above zero: the processors of this request exclude them all.")
+        raise _no_token()
     target = cumulated[-1] * u  # so that rounding in the sum cannot push u past the end
     token = int(torch.searchsorted(cumulated, target, right=True))
     return min(token, scores.shape[-1] - 1)

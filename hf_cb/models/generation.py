@@ -20,6 +20,7 @@ from hf_cb.core import SamplingParams, StopCheck
 from hf_cb.errors import OptionError, PromptError
 from hf_cb.models.device import device_of
 from hf_cb.text.prompts import TEXT_ONLY, media_inputs
+from hf_cb.warpers import as_warpers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -115,13 +116,16 @@ class Recipe:
         config.max_length = length + config.max_new_tokens
         if config.min_new_tokens is not None:
             config.min_length = length + config.min_new_tokens
+        process = self._processors(config, prompt_ids)
+        own = config.do_sample and not self.extras.get("logits_processor")  # a caller's processor may change later
         return SamplingParams(
             max_new_tokens=max(1, config.max_new_tokens),
             length_is_given=given,
             eos_token_ids=frozenset(config.eos_token_id or ()),
             do_sample=bool(config.do_sample),
             seed=(self._seed() if seed is None else seed) if config.do_sample else 0,
-            process=self._processors(config, prompt_ids),
+            process=process,
+            warpers=as_warpers(process or ()) if own else None,
             stop_checks=self._stop_checks(config),
             max_time=config.max_time,
             logprobs=self.logprobs,
