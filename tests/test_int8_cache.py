@@ -71,7 +71,8 @@ def test_answers_are_near_those_of_the_full_cache(family: str, modules: Any) -> 
 @needs_library
 def test_native_steps_and_the_models_own_modules_agree() -> None:
     model = make_model("Llama")
-    hf_cb.accelerate(model)
+    hf_cb.accelerate(model, kv_dtype="int8")
+    assert "one native call" in hf_cb.explain(model).modules
     native = answers(model, return_logprobs=True)
     own = answers(model, modules="off", return_logprobs=True)
     hf_cb.restore(model)
