@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | sweep | soak | clean. The first of them sets up $(VENV).
+# make demo | test | sanitize | lint | bench | sweep | soak | clean. The first of them sets up $(VENV).
 #
 #   PYTHON       the Python to make the environment with (3.11 or newer)
 #   VENV         where it lies
@@ -20,16 +20,17 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 $(shell $(PY) -c '' 2>/dev/null && grep -qxF '$(CURDIR)' $(STAMP) 2>/dev/null || rm -f $(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench sweep soak clean
+.PHONY: help setup demo test sanitize lint bench sweep soak clean
 
 help:
-	@echo "make demo    answer 20 questions at once with a small model, and compare with generate()"
-	@echo "make test    run the tests"
-	@echo "make lint    ruff and mypy"
-	@echo "make bench   measure the speed"
-	@echo "make sweep   compare with generate() on every architecture; writes docs/models.md"
-	@echo "make soak    10,000 requests from threads and event loops, with faults"
-	@echo "make clean   remove caches and build outputs (the environment stays: rm -r $(VENV))"
+	@echo "make demo      answer 20 questions at once with a small model, and compare with generate()"
+	@echo "make test      run the tests"
+	@echo "make sanitize  build the CPU kernels with GCC's address and undefined behaviour sanitizers, and run their tests"
+	@echo "make lint      ruff and mypy"
+	@echo "make bench     measure the speed"
+	@echo "make sweep     compare with generate() on every architecture; writes docs/models.md"
+	@echo "make soak      10,000 requests from threads and event loops, with faults"
+	@echo "make clean     remove caches and build outputs (the environment stays: rm -r $(VENV))"
 
 setup: $(STAMP)
 
@@ -60,6 +61,24 @@ ifeq ($(WORKERS),0)
 else
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 endif
+
+# The tests load that library in place of the installed one. One that does not load would only skip them.
+CMAKE     := $(or $(shell command -v cmake),$(VENV)/bin/cmake)
+SANITIZED := $(CURDIR)/build/sanitize
+
+$(VENV)/bin/cmake: $(STAMP)
+	@$(PY) -m pip install -qq cmake
+
+sanitize: export HF_CB_CPU_LIBRARY := $(SANITIZED)/libhf_cb_cpu.so
+sanitize: export ASAN_OPTIONS := detect_leaks=0
+sanitize: export UBSAN_OPTIONS := print_stacktrace=1
+sanitize: $(STAMP) $(CMAKE)
+	@echo "sanitize: building $(HF_CB_CPU_LIBRARY) (minutes)"
+	@$(CMAKE) -S kernels/cpu -B $(SANITIZED) -DSANITIZE=address,undefined -DCMAKE_CXX_COMPILER=$(CXX) > /dev/null
+	@$(CMAKE) --build $(SANITIZED) --parallel > /dev/null
+	@export LD_PRELOAD="`$(CXX) -print-file-name=libasan.so` `$(CXX) -print-file-name=libubsan.so`"; \
+	  $(PY) -c 'import sys; from hf_cb.kernels.cpu import library as lib; sys.exit(lib.problem())' && \
+	  $(PY) -m pytest --capture=no --timeout 600 tests/kernels tests/modules/test_decoders.py $(ARGS)
 
 lint: $(STAMP)
 	@$(PY) -m ruff check .

@@ -91,7 +91,7 @@ template <class C, int R>
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
 #if defined(__AVX512BF16__)
-          const __m512bh x = (__m512bh)_mm512_set1_epi32(((const int32_t*)q)[d * R + r]);
+          const __m512bh x = (__m512bh)_mm512_set1_epi32(load_as<int32_t>((const float*)q + d * R + r));
           for (int j = 0; j < KEY_VECTORS; j++) s[r][j] = (vf)_mm512_dpbf16_ps((__m512)s[r][j], (__m512bh)pair[j], x);
 #else
           const float* x = (const float*)q + 2 * d * R + r;
@@ -135,7 +135,7 @@ template <class C, int R, int V>
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
 #if defined(__AVX512BF16__)
-        const __m512bh x = (__m512bh)_mm512_set1_epi32(((const int32_t*)weights)[r * TILE / 2 + i]);
+        const __m512bh x = (__m512bh)_mm512_set1_epi32(load_as<int32_t>((const bf16*)weights + r * TILE + 2 * i));
         for (int j = 0; j < V; j++) s[r][j] = (vf)_mm512_dpbf16_ps((__m512)s[r][j], (__m512bh)pair[j], x);
 #else
         const float* x = (const float*)weights + r * TILE + 2 * i;

@@ -83,7 +83,7 @@ struct Decoder {
       partials = most(partials, cuts[num_cuts++].partial_floats);
     }
     row_bytes = most(row_bytes, most(rows_bytes<T>(T_, widest_attended), rows_bytes<T>(T_, widest_mlp)));
-    const auto need = [&](int buffer, size_t bytes) { return ws.buffers[buffer].need(bytes + 64); };
+    const auto need = [&](int buffer, size_t bytes) { return ws.buffers[buffer].need(bytes + 1); };
     x = (float*)need(Workspace::STREAM, T_ * H * sizeof(float));
     y = (float*)need(Workspace::SECOND, T_ * H * sizeof(float));
     normed = (T*)need(Workspace::NORMED, most(T_, step.num_rows) * H * sizeof(T));

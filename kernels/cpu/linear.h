@@ -60,7 +60,7 @@ inline void piece(const void* const* rows, const T* panel, int64_t depth, float*
       __builtin_prefetch(ahead.from + k * ahead.step + 64);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
-        __m512bh a = (__m512bh)_mm512_set1_epi32(((const int32_t*)rows[r])[k]);
+        __m512bh a = (__m512bh)_mm512_set1_epi32(load_as<int32_t>((const char*)rows[r] + k * 4));
         s0[r] = (vf)_mm512_dpbf16_ps((__m512)s0[r], b0, a);
         s1[r] = (vf)_mm512_dpbf16_ps((__m512)s1[r], b1, a);
       }

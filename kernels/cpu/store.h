@@ -33,11 +33,8 @@ inline void store_key(const Attention& a, const Layout<C>& layout, int64_t slot,
     for (int d = 0; d < a.dim; d++) layout.key_at(keys, a.block_size, inside, d) = q[d];
   } else if constexpr (paired<C>) {
     alignas(64) C q[MOST_DIM + 2 * W];
-    int d = 0;
-    for (; d < a.dim; d += W) store(q + d, load_some(k + d, a.dim - d));
-    uint32_t* to = (uint32_t*)keys + inside;
-    const uint32_t* from = (const uint32_t*)q;
-    for (d = 0; d < (a.dim + 1) / 2; d++) to[(int64_t)d * a.block_size] = from[d];
+    for (int d = 0; d < a.dim; d += W) store(q + d, load_some(k + d, a.dim - d));
+    for (int d = 0; d < a.dim; d += 2) memcpy(&layout.key_at(keys, a.block_size, inside, d), q + d, 2 * sizeof(C));
   } else {
     for (int d = 0; d < a.dim; d++) put(&layout.key_at(keys, a.block_size, inside, d), k[d]);
   }

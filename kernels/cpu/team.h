@@ -7,15 +7,19 @@
 #include "vec.h"
 
 struct Buffer {
+#ifdef __SANITIZE_ADDRESS__
+  static constexpr bool EXACT = true;  // no room to spare: a byte past the end is noticed
+#else
+  static constexpr bool EXACT = false;
+#endif
   void* data = nullptr;
   size_t size = 0;
   // At least `bytes`, aligned to 64, with no promise about the content; nullptr if there is no memory.
   void* need(size_t bytes) {
-    if (bytes > size) {
+    if (bytes > size || (EXACT && bytes < size)) {
       free(data);
-      size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
-      data = aligned_alloc(4096, size);
-      if (!data) size = 0;
+      size = EXACT ? bytes : (bytes + bytes / 4 + 4095) / 4096 * 4096;
+      if (posix_memalign(&data, EXACT ? 64 : 4096, size) != 0) data = nullptr, size = 0;
     }
     return data;
   }

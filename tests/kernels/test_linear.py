@@ -70,6 +70,16 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(variant: str, dtype: torch.
             assert torch.equal(columns.linear(table, scratch, x[rows], threads), whole[rows])
 
 
+@each_variant
+@each_dtype
+def test_rows_with_a_gap_between(variant: str, dtype: torch.dtype) -> None:
+    """An odd one: pairs of bfloat16 do not lie then where a 32-bit word may."""
+    table, (columns,) = table_of(variant), side_by_side([40], 24, dtype)
+    weight, x = torch.randn(40, 24).to(dtype), torch.randn(5, 27).to(dtype)[:, 1:25]
+    columns.pack(table, weight, 2)
+    assert off(columns.linear(table, workspace(), x, 2), x.double() @ weight.double().t()) < TOLERANCE[dtype]
+
+
 def test_every_bit_comes_back() -> None:
     """Also those of NaNs, infinities and denormals."""
     table = table_of("portable")
