@@ -16,13 +16,14 @@ from torch.nn.modules import module as torch_module
 from hf_cb.attention.cpu import CpuBackend
 from hf_cb.kernels.cpu import library as lib
 from hf_cb.models.paged import PagedModel
-from hf_cb.models.reading import Reading, place_of, read_decoder, small_batch
+from hf_cb.models.reading import Reading, place_of, read_decoder
+from hf_cb.models.watching import small_batch
 from hf_cb.modules.decoder import Decoder, PackedDecoder
 from hf_cb.modules.leaf import pack_linears
 from hf_cb.modules.recipe import ModelRecipe
 from hf_cb.modules.recognise import NotRecognised
 from hf_cb.modules.wanted import Mode
-from hf_cb.modules.weights import PackedWeights
+from hf_cb.modules.weights import PackedWeights, WeightsInUse
 
 logger = logging.getLogger("hf_cb")
 
@@ -68,15 +69,17 @@ class Known:
             return
         self.unpack()
         threads = torch.get_num_threads()
-        if self.recipe is None:
-            self.weights = pack_linears(model, table, threads, self.raw)
-        else:
-            self.weights = PackedWeights(table, threads)
-            try:
-                self.decoder = PackedDecoder(self.recipe.layers, table, threads, self.weights, self.recipe)
-            except BaseException:
-                self.unpack()
-                raise
+        try:
+            if self.recipe is None:
+                self.weights = pack_linears(model, table, threads, self.raw)
+            else:
+                weights = PackedWeights(table, threads)
+                with weights.packing(model, self.recipe.packed()):
+                    self.decoder = PackedDecoder(self.recipe.layers, table, threads, weights, self.recipe)
+                self.weights = weights
+        except WeightsInUse as reason:
+            logger.info("Not packed yet: %s", reason)
+            return
         self._copied = self.watch.versions()
 
     def unpack(self) -> None:
@@ -124,13 +127,17 @@ def _learn(paged: PagedModel, mode: Mode) -> Known:
             known.pack(paged.model, backend.table)
             _verify_decoder(paged, known, reading)
             return known
-        except (NotRecognised, ValueError) as reason:
+        except Exception as reason:  # whatever it is, the model's own layers will do
+            if not isinstance(reason, NotRecognised):
+                logger.warning("Reading the layers of %s failed", name, exc_info=True)
             known.unpack()
-            known = Known(Watch(paged.model), why_not=str(reason))
+            known = Known(Watch(paged.model), why_not=str(reason), for_now=known.for_now)
             logger.info("%s keeps its own layers: %s", name, reason)
     try:
         _try_linears(paged, known, backend.table)
-    except NotRecognised as reason:
+    except Exception as reason:
+        if not isinstance(reason, NotRecognised):
+            logger.warning("Packing the linear layers of %s failed", name, exc_info=True)
         known.unpack()
         known.linears = False
         logger.info("%s keeps its own linear layers: %s", name, reason)
@@ -138,7 +145,9 @@ def _learn(paged: PagedModel, mode: Mode) -> Known:
 
 
 def _verify_decoder(paged: PagedModel, known: Known, reading: Reading) -> None:
-    assert known.decoder is not None
+    if known.decoder is None:
+        known.for_now = True
+        raise NotRecognised("another thread computes with it")
     decoder = Decoder(known.decoder, [place_of(paged, i) for i in range(len(reading.recipe.layers))])
     _check(decoder.logits(reading.batch), reading.logits, known.decoder.dtype)
 
@@ -153,7 +162,7 @@ def _try_linears(paged: PagedModel, known: Known, table: lib.Table) -> None:
     while len(known.raw) <= MOST_RAW:
         known.pack(paged.model, table)
         if known.weights is None:
-            raise NotRecognised("it has no plain linear layers")
+            raise NotRecognised("it has no plain linear layers, or another thread computes with them")
         got = paged.forward(batch).float()
         if not known.weights.unpacked:
             _check(got, want, paged.model.dtype)

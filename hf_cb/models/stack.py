@@ -50,9 +50,11 @@ class StackModel(PagedModel):
             return decoder.best(batch) if batch.best_is_enough else decoder.logits(batch)
 
     def weights_key(self) -> object:
-        weights = self._known.weights if self._known is not None else None
-        if weights is not None and weights.unpacked and time.monotonic() - weights.unpacked_at > PACK_AGAIN_S:
-            self.pack()  # new requests have come
+        known = self._known
+        if known is not None and not known.is_current():  # and new requests have come
+            weights = known.weights
+            if weights is None or time.monotonic() - weights.unpacked_at > PACK_AGAIN_S:
+                self.pack()
         return super().weights_key()
 
     def pack(self) -> None:

@@ -22,17 +22,21 @@ def pack_linears(
 
     Args:
         but: parameters to leave alone; compared by identity.
+
+    Raises:
+        WeightsInUse: another thread is in a forward of the model; nothing is changed then.
     """
+    found = {id(linear.weight): linear.weight for linear in _linears(model)}  # layers may share one
+    for parameter in but:
+        found.pop(id(parameter), None)
+    chosen = [w for w in found.values() if w.dtype in DTYPES and w.is_contiguous()]
+    if not chosen:
+        return None
     weights = PackedWeights(table, threads)
-    left, taken = {id(p) for p in but}, 0
-    for module in _linears(model):
-        weight = module.weight
-        if id(weight) in left or weight.dtype not in DTYPES or not weight.is_contiguous():
-            continue
-        left.add(id(weight))  # another layer may share it
-        weights.take(weight, side_by_side([weight.shape[0]], weight.shape[1], weight.dtype))
-        taken += 1
-    return weights if taken else None
+    with weights.packing(model, chosen):
+        for weight in chosen:
+            weights.take(weight, side_by_side([weight.shape[0]], weight.shape[1], weight.dtype))
+    return weights
 
 
 def _linears(module: nn.Module) -> list[nn.Linear]:

@@ -94,6 +94,10 @@ class ModelRecipe:
     logits_softcap: float | None = None
     watched: tuple[nn.Module, ...] = field(default=(), repr=False)
 
+    def packed(self) -> list[nn.Parameter]:
+        """The weights that go into packed matrices."""
+        return [linear.weight for layer in self.layers for linear in layer.linears()] + [self.head.weight]
+
     @property
     def tied(self) -> bool:
         return self.embedding.weight is self.head.weight

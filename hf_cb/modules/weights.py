@@ -10,9 +10,13 @@ not tell us of (raw pointers taken earlier) sees a NaN of that shape.
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -32,8 +36,10 @@ _HARMLESS |= {Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, 
 _HARMLESS |= {torch.is_floating_point, torch.is_complex, torch.numel}
 
 GIVE_BACK_BYTES = 2**25
+GRACE_S = 0.01
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
 
+_CALL = nn.Module._call_impl.__code__  # the frame of every call of a module
 _lock = threading.RLock()
 
 
@@ -86,6 +92,10 @@ def _unpack_all_in(value: Any) -> None:
             _unpack_all_in(item)
 
 
+class WeightsInUse(Exception):
+    """Somebody computes with the weights right now: they cannot be packed."""
+
+
 class PackedWeights:
     """The packed weights of one model. A parameter belongs to at most one of these at a time.
 
@@ -99,61 +109,106 @@ class PackedWeights:
         self.unpacked = False
         self.unpacked_at = 0.0  # on time.monotonic()
         self.asked_for: nn.Parameter | None = None
-        self._pieces: dict[int, tuple[nn.Parameter, list[tuple[Columns, int]]]] = {}
+        self._claimed: dict[int, nn.Parameter] = {}
+        self._pieces: dict[int, list[tuple[Columns, int]]] = {}
+        self._old: deque[tuple[float, Tensor]] = deque()
         self._freed = 0  # bytes since the allocator was last asked to give them back
+
+    @contextmanager
+    def packing(self, model: nn.Module, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Around the `take` of these parameters. Who looks at one meanwhile waits, and then has all of them back.
+
+        Raises:
+            WeightsInUse: another thread is in a forward of the model. Nothing is changed then, nor after an error.
+        """
+        with _lock:
+            claimed = {id(p): p for p in parameters}
+            if any(is_packed(p) for p in claimed.values()):
+                raise ValueError("Some of these parameters are packed already.")
+            for key, parameter in claimed.items():
+                mark = mark_of(parameter)
+                self._claimed[key] = parameter
+                parameter.__dict__.update(_hf_cb_packed=self, _hf_cb_mark=(mark, None))
+                parameter.__class__ = PackedParameter
+            try:
+                if is_computing(model):  # and could not be told to wait, as it began before
+                    raise WeightsInUse(f"Another thread is in a forward of this {type(model).__name__}.")
+                yield
+            except BaseException:
+                self.unpack()
+                raise
+            finally:
+                self._let_go(0.0)
 
     def take(self, parameter: nn.Parameter, pieces: Sequence[Columns]) -> None:
         """Packs a weight `[N, K]` into these columns, its rows in this order, and lets go of its memory."""
-        with _lock:
-            if is_packed(parameter):
-                raise ValueError("This parameter is packed already.")
-            rows, values, mark = 0, parameter.data, mark_of(parameter)
-            placed = []
+        if id(parameter) in self._pieces:
+            raise ValueError("Two layers share this parameter.")
+        rows, placed = 0, []
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+            values = parameter.data
             for columns in pieces:
                 columns.pack(self.table, values[rows : rows + columns.columns], self.threads)
                 placed.append((columns, rows))
                 rows += columns.columns
-            self._pieces[id(parameter)] = (parameter, placed)
-            with torch.inference_mode(False), torch.no_grad():
-                parameter.data = torch.full((), float("nan"), dtype=values.dtype).expand(values.shape)
-            parameter.__dict__.update(_hf_cb_packed=self, _hf_cb_mark=(mark, None))
-            parameter.__class__ = PackedParameter
-            self._freed += values.nbytes
-            del values
-            self._give_back(GIVE_BACK_BYTES)
-
-    def _give_back(self, least: int) -> None:
-        """Freed weights lie between others, where the C library would keep them: half a model, by the end."""
-        if self._freed >= least and _malloc_trim is not None:
-            _malloc_trim(0)
-            self._freed = 0
+            self._pieces[id(parameter)] = placed
+            parameter.data = torch.full((), float("nan"), dtype=values.dtype).expand(values.shape)
+        self._old.append((time.monotonic(), values))
+        self._let_go(GRACE_S)
 
     def columns_of(self, parameter: Tensor) -> list[Columns]:
         """Where a weight lies, its rows in order; nothing if it is not packed here (any more)."""
-        found = self._pieces.get(id(parameter))
-        return [columns for columns, _ in found[1]] if found is not None else []
+        return [columns for columns, _ in self._pieces.get(id(parameter), ())]
 
     def unpack(self, asked_for: nn.Parameter | None = None) -> None:
         """Every parameter gets its values back. May be called from any thread, and again."""
         with _lock:
             if not self.unpacked:
                 self.asked_for = asked_for
-            while self._pieces:
-                _, (parameter, placed) = self._pieces.popitem()
-                with torch.inference_mode(False), torch.no_grad():
-                    shape, dtype = (sum(c.columns for c, _ in placed), placed[0][0].depth), placed[0][0].packed.dtype
-                    values = torch.empty(shape, dtype=dtype)
-                    for columns, row in placed:
-                        columns.unpack_into(self.table, values[row : row + columns.columns], self.threads)
-                    parameter.__class__ = nn.Parameter
-                    parameter.__dict__.pop("_hf_cb_packed", None)
-                    parameter.data = values
-                    self._freed += values.nbytes
-                    self._give_back(GIVE_BACK_BYTES)
-                    mark = parameter.__dict__["_hf_cb_mark"][0]
-                    parameter.__dict__["_hf_cb_mark"] = (mark, (values.data_ptr(), parameter._version))
+            while self._claimed:
+                key, parameter = self._claimed.popitem()
+                self._restore(parameter, self._pieces.pop(key, None))
             if not self.unpacked:
                 self.unpacked, self.unpacked_at = True, time.monotonic()
+
+    def _restore(self, parameter: nn.Parameter, placed: list[tuple[Columns, int]] | None) -> None:
+        mark = parameter.__dict__["_hf_cb_mark"][0]
+        if placed is not None:
+            with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+                rows, first = sum(c.columns for c, _ in placed), placed[0][0]
+                values = torch.empty(rows, first.depth, dtype=first.packed.dtype)
+                for columns, row in placed:
+                    columns.unpack_into(self.table, values[row : row + columns.columns], self.threads)
+                parameter.data = values
+                parameter.__dict__["_hf_cb_mark"] = (mark, (values.data_ptr(), parameter._version))
+            self._freed += values.nbytes
+            self._give_back()
+        parameter.__class__ = nn.Parameter  # the last thing: who looks before waits for the lock
+        parameter.__dict__.pop("_hf_cb_packed", None)
+
+    def _let_go(self, grace: float) -> None:
+        """Frees what weights were, a little later: an operation of another thread may have begun to read them."""
+        while self._old and self._old[0][0] <= time.monotonic() - grace:
+            self._freed += self._old.popleft()[1].nbytes
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Freed weights lie between others, where the C library would keep them: half a model, by the end."""
+        if self._freed >= GIVE_BACK_BYTES and _malloc_trim is not None:
+            _malloc_trim(0)
+            self._freed = 0
+
+
+def is_computing(model: nn.Module) -> bool:
+    """Whether another thread is in a forward of the model."""
+    modules = {id(m) for m in model.modules()}
+    for thread, frame in sys._current_frames().items():
+        at: FrameType | None = frame if thread != threading.get_ident() else None
+        while at is not None:
+            if at.f_code is _CALL and id(at.f_locals.get("self")) in modules:
+                return True
+            at = at.f_back
+    return False
 
 
 # ------------------------------------------------------------------------------------- what runs on the packed matrices
