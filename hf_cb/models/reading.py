@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hf_cb.attention.cpu import CpuBackend
 from hf_cb.core import StepBatch
 from hf_cb.models.paged import PagedModel
-from hf_cb.models.watching import LENGTHS, Seen, Watched
+from hf_cb.models.watching import LENGTHS, Seen, Watched, watch
 from hf_cb.modules.decoder import Decoder, PackedDecoder, Place
 from hf_cb.modules.recipe import LayerRecipe, ModelRecipe, RotaryRecipe
 from hf_cb.modules.recognise import NotRecognised, is_plain_linear, layer_candidates, norm_recipe
@@ -50,7 +50,7 @@ def read_decoder(paged: PagedModel) -> Reading:
     if paged.backend.kv_dtype is not None:  # in int8, what differs by rounding alone can differ by a whole step
         num_blocks = sum(LENGTHS) * len(paged.groups)
         exact = PagedModel(paged.model, paged.trace, paged.groups, CpuBackend(), num_blocks, paged.block_size)
-    watched = _watch(exact)
+    watched = watch(exact)
     recipes: list[LayerRecipe] = []
     for i in range(len(watched.layers)):
         recipes.append(_read_layer(exact, watched, i, recipes))

@@ -1,4 +1,4 @@
-"""One small mixed forward of a model, watched: what goes in and out of its layers, and what is called in which order."""
+"""One small mixed forward of a model, watched: what goes in and out of its layers, and what is called when."""
 
 from __future__ import annotations
 
