@@ -14,8 +14,9 @@ struct Buffer {
 #endif
   void* data = nullptr;
   size_t size = 0;
-  // At least `bytes`, aligned to 64, with no promise about the content; nullptr if there is no memory.
-  void* need(size_t bytes) {
+  // At least `bytes`, aligned to 64, with no promise about the content; nullptr if there is no memory. Inlined, since
+  // the linker would keep one variant's copy for all.
+  [[gnu::always_inline]] void* need(size_t bytes) {
     if (bytes > size || (EXACT && bytes < size)) {
       free(data);
       size = EXACT ? bytes : (bytes + bytes / 4 + 4095) / 4096 * 4096;
