@@ -7,7 +7,7 @@ namespace {
 
 constexpr int HALF = W / 2;
 typedef double vd __attribute__((vector_size(HALF * 8)));
-typedef int64_t vl __attribute__((vector_size(HALF * 8)));
+typedef uint64_t vl __attribute__((vector_size(HALF * 8)));
 typedef float vfh __attribute__((vector_size(HALF * 4)));
 
 // e^x to the last place or so, for x <= 0; 0 below -707.

@@ -205,7 +205,7 @@ inline vf vexp(vf x) {
   vf y = (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
   vi whole = __builtin_convertvector(n, vi);
-  vf y = (vf)((vi)p + (whole << 23));
+  vf y = (vf)((vu)p + ((vu)whole << 23));  // unsigned, since it wraps far below
   y = select(x != x, x, y);
 #endif
   return select(low, vf{}, y);
@@ -231,7 +231,7 @@ inline vf vexp2(vf x) {
 #else
   vi low = n < -126.f;
   vi whole = __builtin_convertvector(select(low, vf{}, n), vi);
-  vf y = (vf)((vi)p + (whole << 23));
+  vf y = (vf)((vu)p + ((vu)whole << 23));  // unsigned, since it wraps far below
   return select(low, vf{}, select(x != x, x, y));
 #endif
 }
