@@ -95,6 +95,7 @@ class Engine:
         """Plans a step and runs it; None if nothing can run before an earlier step is committed."""
         times = [time.perf_counter()]
         if self.scheduler.waiting:  # only who comes in can find what was computed with other weights
+            self.runner.new_requests()
             self._check_weights()
         plan = self._plan()
         if not plan.parts:

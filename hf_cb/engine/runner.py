@@ -36,6 +36,10 @@ class Runner(Protocol):
         """The model is somebody else's for a while (a pause): what it is made of must be as they know it."""
         ...
 
+    def new_requests(self) -> None:
+        """Requests wait to come in: the time to prepare what takes longer than a step."""
+        ...
+
     def weights_key(self) -> object:
         """Changes when cached keys and values are no longer those of the weights."""
         ...

@@ -62,6 +62,9 @@ class DenseModel:
     def lend(self) -> None:
         """Nothing is borrowed between steps."""
 
+    def new_requests(self) -> None:
+        """Nothing to prepare."""
+
     def weights_key(self) -> object:
         return None  # nothing is shared between requests
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from hf_cb.attention.cpu import CpuBackend
 from hf_cb.kernels.cpu import library as lib
+from hf_cb.models.guard import Guard
 from hf_cb.models.paged import PagedModel
 from hf_cb.models.reading import Reading, place_of, read_decoder
-from hf_cb.models.watching import small_batch
+from hf_cb.models.watching import least_blocks, small_batch
 from hf_cb.modules.decoder import Decoder, PackedDecoder
 from hf_cb.modules.leaf import pack_linears
 from hf_cb.modules.recipe import ModelRecipe
@@ -38,11 +38,11 @@ _known: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary(
 class Known:
     """How a model's modules are made faster: whole layers (`recipe`), linear layers alone, or not at all.
 
-    `why_not` says why it is not whole layers; `for_now`: a hook was in the way, so the next manager asks again. `raw`
-    are weights that the model uses in other ways too.
+    `why_not` says why it is not whole layers; `for_now`: for a reason that may pass, so the next manager asks again.
+    `raw` are weights that the model uses in other ways too.
     """
 
-    watch: Watch
+    guard: Guard
     why_not: str | None = None
     recipe: ModelRecipe | None = None
     linears: bool = False
@@ -50,22 +50,24 @@ class Known:
     raw: list[nn.Parameter] = field(default_factory=list)
     decoder: PackedDecoder | None = None
     weights: PackedWeights | None = None
-    _copied: list[Any] = field(default_factory=list)
+    _versions: list[Any] = field(default_factory=list)
 
     def fits(self, mode: Mode) -> bool:
         """Whether it is what would be found out now."""
-        if self.for_now or not self.watch.same_modules():
+        if self.for_now or not self.guard.same_modules():
             return False
-        return self.recipe is not None or self.why_not is not None if mode == "fused" else self.recipe is None
+        if mode == "fused":
+            return self.recipe is not None or self.why_not is not None
+        return self.recipe is None
 
     def is_current(self) -> bool:
         """Whether what is packed is what the parameters hold."""
         weights = self.weights
-        return weights is not None and not weights.unpacked and self._copied == self.watch.versions()
+        return weights is not None and not weights.unpacked and self._versions == self.guard.versions()
 
     def pack(self, model: nn.Module, table: lib.Table) -> None:
         """Packs the weights, unless they are packed or something stands in the way."""
-        if self.is_current() or (self.recipe is None and not self.linears) or not self.watch.is_intact():
+        if self.is_current() or (self.recipe is None and not self.linears) or not self.guard.is_intact():
             return
         self.unpack()
         threads = torch.get_num_threads()
@@ -75,17 +77,23 @@ class Known:
             else:
                 weights = PackedWeights(table, threads)
                 with weights.packing(model, self.recipe.packed()):
-                    self.decoder = PackedDecoder(self.recipe.layers, table, threads, weights, self.recipe)
-                self.weights = weights
-        except WeightsInUse as reason:
-            logger.info("Not packed yet: %s", reason)
+                    decoder = PackedDecoder(self.recipe.layers, table, threads, weights, self.recipe)
+                self.weights, self.decoder = weights, decoder
+        except Exception as reason:  # the model computes as it is
+            level = logging.INFO if isinstance(reason, WeightsInUse) else logging.WARNING
+            logger.log(level, "%s is not packed: %s", type(model).__name__, reason)
             return
-        self._copied = self.watch.versions()
+        if self.weights is not None:
+            self.weights.listeners.append(weakref.WeakMethod(self._forget_decoder))
+        self._versions = self.guard.versions()
 
     def unpack(self) -> None:
         """Every weight goes back to its Parameter, bit for bit."""
+        self.decoder = None
         if self.weights is not None:
             self.weights.unpack()
+
+    def _forget_decoder(self) -> None:
         self.decoder = None
 
 
@@ -113,42 +121,59 @@ def forget(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _learn(paged: PagedModel, mode: Mode) -> Known:
-    name = type(paged.model).__name__
-    backend = paged.backend
+    model, backend = paged.model, paged.backend
+    known = Known(Guard(model))
     if not isinstance(backend, CpuBackend) or backend.table is None:
-        return Known(Watch(paged.model), why_not=f"attention runs on the {backend.name} backend")
-    known = Known(Watch(paged.model))
-    if mode == "fused" and known.watch.has_hooks():
-        known.why_not, known.for_now = "a hook is set, or a module has a forward of its own", True
-    elif mode == "fused":
-        try:
-            reading = read_decoder(paged)
-            known = Known(Watch(paged.model, reading.recipe), recipe=reading.recipe)
-            known.pack(paged.model, backend.table)
-            _verify_decoder(paged, known, reading)
-            return known
-        except Exception as reason:  # whatever it is, the model's own layers will do
-            if not isinstance(reason, NotRecognised):
-                logger.warning("Reading the layers of %s failed", name, exc_info=True)
-            known.unpack()
-            known = Known(Watch(paged.model), why_not=str(reason), for_now=known.for_now)
-            logger.info("%s keeps its own layers: %s", name, reason)
+        known.why_not, known.for_now = f"attention runs on the {backend.name} backend", True
+        return known
+    if backend.kv_dtype is not None or paged.num_blocks < least_blocks(paged):
+        # in int8, what differs by rounding alone can differ by a whole step
+        paged = PagedModel(model, paged.trace, paged.groups, CpuBackend(), least_blocks(paged), paged.block_size)
+    if mode == "fused":
+        if known.guard.has_hooks():
+            known.why_not, known.for_now = "a hook is set, or a module has a forward of its own", True
+        else:
+            found = _read(paged, backend.table)
+            if found.recipe is not None:
+                return found
+            known.why_not, known.for_now = found.why_not, found.for_now
     try:
         _try_linears(paged, known, backend.table)
     except Exception as reason:
-        if not isinstance(reason, NotRecognised):
-            logger.warning("Packing the linear layers of %s failed", name, exc_info=True)
+        _say(model, "linear layers", reason)
         known.unpack()
         known.linears = False
-        logger.info("%s keeps its own linear layers: %s", name, reason)
     return known
+
+
+def _read(paged: PagedModel, table: lib.Table) -> Known:
+    model = paged.model
+    known = Known(Guard(model))
+    try:
+        reading = read_decoder(paged)
+        known = Known(Guard(model, reading.recipe), recipe=reading.recipe)
+        known.pack(model, table)
+        _verify_decoder(paged, known, reading)
+        return known
+    except Exception as reason:  # whatever it is, the model's own layers will do
+        _say(model, "layers", reason)
+        known.unpack()
+        passing = known.for_now or not isinstance(reason, NotRecognised)
+        return Known(Guard(model), why_not=str(reason), for_now=passing)
+
+
+def _say(model: nn.Module, what: str, reason: Exception) -> None:
+    expected = isinstance(reason, NotRecognised)
+    level = logging.INFO if expected else logging.WARNING
+    logger.log(level, "%s keeps its own %s: %s", type(model).__name__, what, reason, exc_info=not expected)
 
 
 def _verify_decoder(paged: PagedModel, known: Known, reading: Reading) -> None:
     if known.decoder is None:
         known.for_now = True
         raise NotRecognised("another thread computes with it")
-    decoder = Decoder(known.decoder, [place_of(paged, i) for i in range(len(reading.recipe.layers))])
+    places = [place_of(paged, i) for i in range(len(reading.recipe.layers))]
+    decoder = Decoder(known.decoder, places, reading.positions)
     _check(decoder.logits(reading.batch), reading.logits, known.decoder.dtype)
 
 
@@ -162,6 +187,7 @@ def _try_linears(paged: PagedModel, known: Known, table: lib.Table) -> None:
     while len(known.raw) <= MOST_RAW:
         known.pack(paged.model, table)
         if known.weights is None:
+            known.for_now = True
             raise NotRecognised("it has no plain linear layers, or another thread computes with them")
         got = paged.forward(batch).float()
         if not known.weights.unpacked:
@@ -177,45 +203,3 @@ def _check(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     off = float((got - want).abs().max() / want.abs().max().clamp(min=1e-6))
     if not off <= TOLERANCE.get(dtype, 8e-2):
         raise NotRecognised(f"the logits of the whole are off by {off:.1g} times the largest one")
-
-
-class Watch:
-    """What must stay as it is for packed layers to compute what the model computes."""
-
-    def __init__(self, model: nn.Module, recipe: ModelRecipe | None = None) -> None:
-        modules = list(model.modules())
-        self._hooks = [d for m in modules for d in (m._forward_hooks, m._forward_pre_hooks)]
-        self._places = [(m._modules, dict(m._modules)) for m in modules if m._modules]
-        self._attributes = [m.__dict__ for m in modules]
-        self._whole = recipe is not None
-        self._copied: list[tuple[dict[str, Any], str]] = []
-        self._packed: list[tuple[dict[str, Any], nn.Parameter]] = []
-        if recipe is None:
-            return
-        norms = [norm for layer in recipe.layers for norm in layer.norms()] + [recipe.final_norm]
-        linears = [linear for layer in recipe.layers for linear in layer.linears()] + [recipe.head]
-        self._copied = [(norm.module._parameters, name) for norm in norms for name in ("weight", "bias")]
-        self._copied += [(linear._parameters, "bias") for linear in linears]
-        if not recipe.tied:
-            self._copied.append((recipe.embedding._parameters, "weight"))
-        self._packed = [(linear._parameters, linear.weight) for linear in linears]
-
-    def versions(self) -> list[Any]:
-        """Moves when a parameter that was copied is written to or replaced."""
-        found = [parameters.get(name) for parameters, name in self._copied]
-        return [None if p is None else (p.data_ptr(), -1 if p.is_inference() else p._version) for p in found]
-
-    def same_modules(self) -> bool:
-        return all(now == then for now, then in self._places)
-
-    def is_intact(self) -> bool:
-        """No module or weight was replaced; for whole layers also: no hook is set, none has a forward of its own."""
-        if not self.same_modules() or (self._whole and self.has_hooks()):
-            return False
-        return all(p.get("weight") is weight for p, weight in self._packed)
-
-    def has_hooks(self) -> bool:
-        """Also a forward that somebody has put on a module."""
-        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks or any(self._hooks):
-            return True
-        return any("forward" in attributes for attributes in self._attributes)

@@ -72,6 +72,9 @@ class PagedModel:
     def lend(self) -> None:
         """Nothing is borrowed between steps."""
 
+    def new_requests(self) -> None:
+        """Nothing to prepare."""
+
     def weights_key(self) -> object:
         """Moves when a parameter was written to or replaced (writes through `.data` leave no trace), a module was, or
         other adapters are active."""

@@ -7,6 +7,7 @@ through the model's own modules, on the same KV cache, and their linear layers r
 from __future__ import annotations
 
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from hf_cb.models.plan import ModelPlan
 from hf_cb.models.reading import place_of
 from hf_cb.modules.decoder import Decoder
 from hf_cb.modules.wanted import Mode
+from hf_cb.modules.weights import is_packed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +38,7 @@ class StackModel(PagedModel):
         super().__init__(*args)
         self._decoder: Decoder | None = None
         self._known: Known | None = None  # while it is found out
-        self._pause_ended = False
+        self._lent = False
         self._known = known_of(self, mode)
         self.pack()
 
@@ -49,55 +51,61 @@ class StackModel(PagedModel):
         with self._turn:
             return decoder.best(batch) if batch.best_is_enough else decoder.logits(batch)
 
-    def weights_key(self) -> object:
+    def new_requests(self) -> None:
         known = self._known
-        if known is not None and not known.is_current():  # and new requests have come
+        if known is not None and not known.is_current():
             weights = known.weights
             if weights is None or time.monotonic() - weights.unpacked_at > PACK_AGAIN_S:
                 self.pack()
-        return super().weights_key()
 
     def pack(self) -> None:
         """Packs the weights, unless they are, or something stands in the way."""
         known, backend = self._known, self.backend
         if known is None or not isinstance(backend, CpuBackend) or backend.table is None:
             return
+        self._decoder = None
         with lock:
             known.pack(self.model, backend.table)
-            self._decoder = None
-            if known.decoder is not None:
+            if known.decoder is not None and known.weights is not None:
                 places = [place_of(self, i) for i in range(len(known.decoder.recipes))]
                 self._decoder = Decoder(known.decoder, places)
+                known.weights.listeners.append(weakref.WeakMethod(self._forget_decoder))
 
     def lend(self) -> None:
         if self._known is not None:
             self._known.unpack()
-        self._pause_ended = True
+        self._lent = True
+
+    def _forget_decoder(self) -> None:
+        self._decoder = None
 
     def _ready(self) -> Decoder | None:
         """What makes this step's call, if it may be the native one."""
-        if self._pause_ended:
-            self._pause_ended = False
+        if self._lent:
+            self._lent = False
             self.pack()
         known, decoder = self._known, self._decoder
-        if decoder is None or known is None:
+        if known is None or known.recipe is None:
             return None
-        if decoder.packed is not known.decoder or not known.is_current():
+        if not known.is_current():
             known.unpack()
-            self._decoder = None
             return None
-        return decoder if known.watch.is_intact() else None
+        if decoder is None or decoder.packed is not known.decoder:  # another manager has packed it
+            self.pack()
+            decoder = self._decoder
+        return decoder if known.guard.is_intact() else None
 
 
 def what_runs(model: PreTrainedModel, plan: ModelPlan, mode: Mode) -> str:
-    """What a model's layers would run as, in words. Leaves its weights unpacked if they were."""
+    """What a model's layers would run as, in words. Leaves its weights packed or unpacked, as they were."""
     if plan.backend is None:
         return "the model's own"
-    backend = plan.backend
-    runner = StackModel(mode, model, plan.trace, plan.groups, backend, 2 * len(plan.groups), plan.config.block_size)
+    packed_before = any(is_packed(parameter) for parameter in model.parameters())
+    runner = StackModel(mode, model, plan.trace, plan.groups, plan.backend, len(plan.groups), plan.config.block_size)
     known = runner._known
     assert known is not None
-    known.unpack()
+    if not packed_before:
+        known.unpack()
     if known.recipe is not None:
         return "every layer is recognised: a step is one native call, on packed weights"
     own = f"the model's own ({known.why_not})" if known.why_not else "the model's own"

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from hf_cb.core import GroupBatch, StepBatch
 from hf_cb.models.paged import PagedModel
+from hf_cb.models.plan import model_length
 from hf_cb.modules.recognise import NotRecognised
 
 LENGTHS = (11, 6)
+FARTHEST = 2**15  # that the second prompt's positions lie, where the model has so many: what depends on them shows
 
 
 @dataclass
@@ -119,13 +121,20 @@ def _hooks() -> Iterator[Callable[..., None]]:
             handle.remove()
 
 
+def least_blocks(paged: PagedModel) -> int:
+    """KV blocks that `small_batch` writes to."""
+    return len(paged.groups) * sum(-(-n // paged.block_size) for n in LENGTHS)
+
+
 def small_batch(paged: PagedModel) -> StepBatch:
     """Two short prompts in one step, in blocks of their own (the cache is empty when this runs)."""
     block_size = paged.block_size
     total = sum(LENGTHS)
     vocab = paged.model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(0, vocab, (total,), generator=torch.Generator().manual_seed(0))
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])
+    places = torch.cat([torch.arange(n) for n in LENGTHS])
+    far = max(0, min(model_length(paged.model), FARTHEST) - LENGTHS[1])
+    positions = places + torch.tensor([0, far]).repeat_interleave(torch.tensor(LENGTHS))
     ends = torch.tensor(LENGTHS).cumsum(0)
     per = [-(-n // block_size) for n in LENGTHS]
     groups, block = [], 1
@@ -135,10 +144,8 @@ def small_batch(paged: PagedModel) -> StepBatch:
             row[:count] = torch.arange(block, block + count)
             block += count
         rows = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-        blocks = table[rows, positions // block_size].long()
-        groups.append(GroupBatch(blocks * block_size + positions % block_size, table, [], []))
-    if block - 1 > paged.num_blocks:
-        raise NotRecognised("the KV cache is too small to try its layers in")
+        blocks = table[rows, places // block_size].long()
+        groups.append(GroupBatch(blocks * block_size + places % block_size, table, [], []))
     return StepBatch(
         requests=[],
         input_ids=ids,

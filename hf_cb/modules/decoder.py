@@ -16,7 +16,7 @@ from hf_cb.kernels.cpu.linear import PANEL, Columns, in_turns, side_by_side
 from hf_cb.modules.recipe import LayerRecipe, ModelRecipe, NormRecipe, Piece, RotaryRecipe
 from hf_cb.modules.weights import PackedWeights
 
-POSITIONS = 2048  # that rotary tables begin with; they grow when a longer sequence comes
+POSITIONS = 4096
 NORMS = ("input_norm", "post_attention_norm", "pre_mlp_norm", "post_mlp_norm", "q_norm", "k_norm")
 
 
@@ -128,9 +128,13 @@ class PackedDecoder:
 
 
 class Decoder:
-    """A PackedDecoder over one KV cache. One thread at a time runs it."""
+    """A PackedDecoder over one KV cache. One thread at a time runs it.
 
-    def __init__(self, packed: PackedDecoder, places: Sequence[Place]) -> None:
+    Args:
+        positions: that rotary tables begin with; they grow when a longer sequence comes.
+    """
+
+    def __init__(self, packed: PackedDecoder, places: Sequence[Place], positions: int = POSITIONS) -> None:
         found = lib.library()
         assert found is not None
         self.packed = packed
@@ -143,9 +147,12 @@ class Decoder:
         self._positions = 0
         for struct, place in zip(self._layers, places, strict=True):
             struct.attention, struct.group = place.attention, place.group
+        self._grow(positions)
 
     def run(self, batch: StepBatch, hidden: Tensor) -> Tensor:
         """Hidden states `[T, H]` through all layers: `[T, H]`."""
+        if hidden.dtype != self.packed.dtype or hidden.shape[1:] != (self.packed.hidden,) or not hidden.is_contiguous():
+            raise ValueError(f"Hidden states of {self.packed.dtype} and size {self.packed.hidden} are wanted.")
         out = torch.empty_like(hidden)
         self._call(batch, hidden_in=hidden.data_ptr(), hidden_out=out.data_ptr())
         return out
@@ -156,20 +163,20 @@ class Decoder:
         Raises:
             IndexError: a token id that the model does not have.
         """
-        out = torch.empty(len(batch.logits_rows), self._model.vocab)
+        out = torch.empty(len(batch.logits_rows), self._model.vocab, dtype=torch.float32, device="cpu")
         self._call(batch, logits=out.data_ptr())
         return out
 
     def best(self, batch: StepBatch) -> Tensor:
         """The token with the largest logit in each of the `logits_rows`, int64 `[S]`; -1 where one is NaN."""
-        out = torch.empty(len(batch.logits_rows), dtype=torch.long)
+        out = torch.empty(len(batch.logits_rows), dtype=torch.long, device="cpu")
         self._call(batch, best=out.data_ptr())
         return out
 
     def _call(self, batch: StepBatch, **outputs: Any) -> None:
         longest = max(batch.seq_lens_list)
         if longest > self._positions:
-            self._grow(max(2 * longest, POSITIONS))
+            self._grow(longest + POSITIONS)
         groups = batch.groups
         pointers = ctypes.c_void_p * len(groups)
         slots = pointers(*(g.slot_mapping.data_ptr() for g in groups))
@@ -208,6 +215,6 @@ def _bias(pieces: Sequence[Piece]) -> Tensor | None:
     found = [(piece, piece.module.bias) for piece in pieces]
     if all(bias is None for _, bias in found):
         return None
-    return torch.cat(
-        [torch.zeros(p.size) if b is None else b.detach()[p.first : p.first + p.size].float() for p, b in found]
-    )
+    zeros = torch.zeros(max(piece.size for piece, _ in found), dtype=torch.float32, device="cpu")
+    parts = [zeros[: p.size] if b is None else b.detach()[p.first : p.first + p.size].float() for p, b in found]
+    return torch.cat(parts)

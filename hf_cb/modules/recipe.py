@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ class RotaryRecipe:
 
     table: Callable[[int], tuple[Tensor, Tensor]]
     key: Any  # layers with the same key share a table
+    module: nn.Module  # whose buffers the table depends on
     interleaved: bool = False
 
 
@@ -92,7 +93,6 @@ class ModelRecipe:
     embedding_multiplier: float = 1.0
     logits_multiplier: float = 1.0
     logits_softcap: float | None = None
-    watched: tuple[nn.Module, ...] = field(default=(), repr=False)
 
     def packed(self) -> list[nn.Parameter]:
         """The weights that go into packed matrices."""

@@ -7,7 +7,9 @@ or the beginning of the other?), all of them are given, and whoever asks tries t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 from hf_cb.core import LayerFacts
 from hf_cb.modules.recipe import LayerRecipe, NormRecipe, Piece, RotaryRecipe
+from hf_cb.modules.weights import PackedParameter
 
 QKV_NAMES = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("qkv_proj",), ("Wqkv",))
 O_NAMES = ("o_proj", "out_proj", "dense")
@@ -50,25 +53,20 @@ def norm_recipe(module: nn.Module) -> NormRecipe:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(eps, float):
         raise NotRecognised(f"{name} has no epsilon")
+    exact = copy.deepcopy(module).float()  # in half precision, a mean of 0 would hide whether it is taken away
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, weight.shape[0], generator=generator).to(weight.dtype)
-    want = module(x).float()
-    x = x.float()
-    bias = getattr(module, "bias", None)
+    x = torch.randn(4, weight.shape[0], generator=generator, dtype=torch.float32, device="cpu") + 3
+    want = exact(x)
+    bias = getattr(exact, "bias", None)
     for centred, plus_one in product((False, True), (False, True)):
         found = x - x.mean(-1, keepdim=True) if centred else x
         found = found * torch.rsqrt(found.square().mean(-1, keepdim=True) + eps)
-        found = found * (weight.float() + plus_one)
+        found = found * (exact.weight + plus_one)
         if bias is not None:
-            found = found + bias.float()
-        if _close(want, found, weight.dtype):
+            found = found + bias
+        if (want - found).abs().max() <= 1e-4 * want.abs().max():
             return NormRecipe(module, eps, centred, plus_one)
     raise NotRecognised(f"{name} is neither RMSNorm nor LayerNorm")
-
-
-def _close(want: Tensor, found: Tensor, dtype: torch.dtype) -> bool:
-    limit = 1e-4 if dtype == torch.float32 else 2e-2
-    return bool((want - found).abs().max() <= limit * want.abs().max())
 
 
 def activation_of(mlp: nn.Module) -> str:
@@ -76,7 +74,7 @@ def activation_of(mlp: nn.Module) -> str:
     for attribute in ACTIVATION_NAMES:
         function = getattr(mlp, attribute, None)
         if callable(function):
-            x = torch.linspace(-6, 6, 97)
+            x = torch.linspace(-40, 40, 801, dtype=torch.float32, device="cpu")
             want = function(x)
             for name, known in ACTIVATIONS.items():
                 if torch.allclose(want, known(x), atol=1e-5):
@@ -129,8 +127,8 @@ def _rotary_readings(rotary: RotaryRecipe | None) -> list[RotaryRecipe | None]:
         cos, sin = (t[:, : t.shape[1] // 2].repeat_interleave(2, 1) for t in rotary.table(positions))
         return cos, sin
 
-    neighbours = RotaryRecipe(rotary.table, rotary.key, interleaved=True)
-    return [rotary, neighbours, RotaryRecipe(spread, (rotary.key, "spread"), interleaved=True), None]
+    neighbours = replace(rotary, interleaved=True)
+    return [rotary, neighbours, replace(neighbours, table=spread, key=(rotary.key, "spread")), None]
 
 
 def _norm_readings(
@@ -219,6 +217,7 @@ def is_plain_linear(module: Any) -> bool:
     return (
         type(module) is nn.Linear
         and "forward" not in vars(module)
-        and isinstance(module.weight, nn.Parameter)
+        and type(module.weight) in (nn.Parameter, PackedParameter)  # a quantised weight is of another class
+        and not module.weight.is_shared()
         and module.weight.device.type == "cpu"
     )

@@ -3,16 +3,19 @@
 A packed `Parameter` stays the same object with its shape, dtype and device; its memory is given up. Its class becomes
 `PackedParameter` meanwhile, through which torch tells us of every use. A linear layer or an embedding without gradients
 is computed on the packed matrix: so a model's own modules run fast, and nothing in them is replaced. Any other use
-(reading, writing, copying, saving, moving, training) first puts the weights of the whole model back. What torch does
-not tell us of (raw pointers taken earlier) sees a NaN of that shape.
+(reading, writing, copying, saving, moving, training) first puts the weights of the whole model back. A read that began
+just before packing may see NaN; memory that somebody else holds (an older `state_dict`) stays theirs.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_cb.kernels.cpu import library as lib
 from hf_cb.kernels.cpu.linear import Columns
@@ -40,7 +44,11 @@ GRACE_S = 0.01
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
 
 _CALL = nn.Module._call_impl.__code__  # the frame of every call of a module
+_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _lock = threading.RLock()
+_marks = WeakIdKeyDictionary()  # parameter -> its mark, and the memory and version that it had when it was unpacked
+os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.RLock()))
+logger = logging.getLogger("hf_cb")
 
 
 class PackedParameter(nn.Parameter):
@@ -56,6 +64,8 @@ class PackedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         _unpack_all_in((args, kwargs))
+        if any(type(x) is PackedParameter and "_hf_cb_packed" not in x.__dict__ for x in args):
+            raise RuntimeError("The values of a packed parameter are lost.")  # cannot be: better than endless recursion
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -73,8 +83,8 @@ def is_packed(parameter: Tensor) -> bool:
 
 def mark_of(parameter: Tensor) -> object:
     """Moves when a parameter is written to or gets other memory, and not when it is packed or unpacked."""
-    known = parameter.__dict__.get("_hf_cb_mark")
-    if is_packed(parameter):
+    known = _marks.get(parameter)
+    if known is not None and is_packed(parameter):
         return known[0]
     mark = parameter.data_ptr(), -1 if parameter.is_inference() else parameter._version
     return known[0] if known is not None and known[1] == mark else mark
@@ -106,9 +116,11 @@ class PackedWeights:
     def __init__(self, table: lib.Table, threads: int) -> None:
         self.table = table
         self.threads = threads
+        self._process = os.getpid()
         self.unpacked = False
         self.unpacked_at = 0.0  # on time.monotonic()
         self.asked_for: nn.Parameter | None = None
+        self.listeners: list[weakref.WeakMethod[Callable[[], None]]] = []  # called once they are unpacked
         self._claimed: dict[int, nn.Parameter] = {}
         self._pieces: dict[int, list[tuple[Columns, int]]] = {}
         self._old: deque[tuple[float, Tensor]] = deque()
@@ -128,7 +140,8 @@ class PackedWeights:
             for key, parameter in claimed.items():
                 mark = mark_of(parameter)
                 self._claimed[key] = parameter
-                parameter.__dict__.update(_hf_cb_packed=self, _hf_cb_mark=(mark, None))
+                _marks[parameter] = (mark, None)
+                parameter.__dict__["_hf_cb_packed"] = self
                 parameter.__class__ = PackedParameter
             try:
                 if is_computing(model):  # and could not be told to wait, as it began before
@@ -138,7 +151,9 @@ class PackedWeights:
                 self.unpack()
                 raise
             finally:
-                self._let_go(0.0)
+                if self._old:
+                    time.sleep(GRACE_S)
+                self._let_go(GRACE_S)
 
     def take(self, parameter: nn.Parameter, pieces: Sequence[Columns]) -> None:
         """Packs a weight `[N, K]` into these columns, its rows in this order, and lets go of its memory."""
@@ -152,7 +167,8 @@ class PackedWeights:
                 placed.append((columns, rows))
                 rows += columns.columns
             self._pieces[id(parameter)] = placed
-            parameter.data = torch.full((), float("nan"), dtype=values.dtype).expand(values.shape)
+            parameter.data = torch.full((), float("nan"), dtype=values.dtype, device="cpu").expand(values.shape)
+            torch.autograd.graph.increment_version(parameter)  # a backward pass over its old values raises
         self._old.append((time.monotonic(), values))
         self._let_go(GRACE_S)
 
@@ -165,22 +181,30 @@ class PackedWeights:
         with _lock:
             if not self.unpacked:
                 self.asked_for = asked_for
-            while self._claimed:
-                key, parameter = self._claimed.popitem()
-                self._restore(parameter, self._pieces.pop(key, None))
+                if self._claimed and asked_for is not None:
+                    logger.info("Weights are unpacked: somebody uses one of shape %s", tuple(asked_for.shape))
+            for key, parameter in list(self._claimed.items()):
+                self._restore(parameter, self._pieces.get(key))
+                del self._claimed[key]  # only now: what failed for want of memory can be tried again
+                self._pieces.pop(key, None)
             if not self.unpacked:
                 self.unpacked, self.unpacked_at = True, time.monotonic()
+            for listener in self.listeners:
+                if (call := listener()) is not None:
+                    call()
+            self.listeners.clear()
 
     def _restore(self, parameter: nn.Parameter, placed: list[tuple[Columns, int]] | None) -> None:
-        mark = parameter.__dict__["_hf_cb_mark"][0]
+        mark = _marks.pop(parameter)[0]
         if placed is not None:
             with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+                threads = self.threads if os.getpid() == self._process else 1  # a fork has no pool
                 rows, first = sum(c.columns for c, _ in placed), placed[0][0]
-                values = torch.empty(rows, first.depth, dtype=first.packed.dtype)
+                values = torch.empty(rows, first.depth, dtype=first.packed.dtype, device="cpu")
                 for columns, row in placed:
-                    columns.unpack_into(self.table, values[row : row + columns.columns], self.threads)
+                    columns.unpack_into(self.table, values[row : row + columns.columns], threads)
                 parameter.data = values
-                parameter.__dict__["_hf_cb_mark"] = (mark, (values.data_ptr(), parameter._version))
+                _marks[parameter] = (mark, (values.data_ptr(), parameter._version))
             self._freed += values.nbytes
             self._give_back()
         parameter.__class__ = nn.Parameter  # the last thing: who looks before waits for the lock
@@ -200,12 +224,12 @@ class PackedWeights:
 
 
 def is_computing(model: nn.Module) -> bool:
-    """Whether another thread is in a forward of the model."""
+    """Whether another thread is in a forward of the model, or in a backward pass of anything."""
     modules = {id(m) for m in model.modules()}
     for thread, frame in sys._current_frames().items():
         at: FrameType | None = frame if thread != threading.get_ident() else None
         while at is not None:
-            if at.f_code is _CALL and id(at.f_locals.get("self")) in modules:
+            if at.f_code is _BACKWARD or (at.f_code is _CALL and id(at.f_locals.get("self")) in modules):
                 return True
             at = at.f_back
     return False
@@ -228,6 +252,8 @@ def _is_plain(x: Any, weight: Tensor) -> bool:
     """Whether a product with x needs no gradient and no other type: then the packed matrix will do."""
     if type(x) is not Tensor or x.dtype != weight.dtype or x.device.type != "cpu":
         return False
+    if torch.jit.is_tracing() or torch.compiler.is_compiling():
+        return False
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return False
     return not torch.is_autocast_enabled("cpu")
@@ -237,6 +263,8 @@ def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor | Non
     """F.linear; None where it is not for us."""
     if not is_packed(weight) or not _is_plain(input, weight) or (bias is not None and is_packed(bias)):
         return None
+    if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
+        return None  # torch says what is wrong
     owner = weight.__dict__.get("_hf_cb_packed")
     parts = owner.columns_of(weight) if owner is not None else []
     if not parts:

@@ -56,7 +56,7 @@ class Columns:
 
     def unpack(self, table: lib.Table, threads: int) -> Tensor:
         """The weight again, bit for bit."""
-        weight = torch.empty(self.columns, self.depth, dtype=self.packed.dtype)
+        weight = torch.empty(self.columns, self.depth, dtype=self.packed.dtype, device="cpu")
         self.unpack_into(table, weight, threads)
         return weight
 
@@ -86,10 +86,12 @@ class Columns:
 
     def linear(self, table: lib.Table, workspace: lib.Workspace, x: Tensor, threads: int) -> Tensor:
         """x `[..., depth]` times the weight's transpose, plus the bias: `[..., columns]`."""
+        if x.shape[-1] != self.depth or x.dtype != self.packed.dtype:
+            raise ValueError(f"Rows of {self.depth} in {self.packed.dtype} are wanted, not {x.shape[-1]} in {x.dtype}.")
         rows = x.reshape(-1, self.depth)
         if rows.stride(-1) != 1 and rows.numel():
             rows = rows.contiguous()
-        out = torch.empty(*x.shape[:-1], self.columns, dtype=x.dtype)
+        out = torch.empty(*x.shape[:-1], self.columns, dtype=x.dtype, device="cpu")
         lib.check(
             table.linear(
                 workspace.handle,
@@ -107,7 +109,7 @@ class Columns:
 
     def embed(self, table: lib.Table, ids: Tensor, threads: int) -> Tensor:
         """Rows of the weight by index: `[..., depth]`. Indices must be inside."""
-        out = torch.empty(*ids.shape, self.depth, dtype=self.packed.dtype)
+        out = torch.empty(*ids.shape, self.depth, dtype=self.packed.dtype, device="cpu")
         ids = ids.contiguous()
         table.embed(
             lib.DTYPES[self.packed.dtype],
@@ -122,12 +124,12 @@ class Columns:
 
 def side_by_side(columns: list[int], depth: int, dtype: torch.dtype) -> list[Columns]:
     """An empty packed matrix for weights of these sizes, one after the other."""
-    packed = torch.zeros(packed_elements(sum(columns), depth, dtype), dtype=dtype)
+    packed = torch.zeros(packed_elements(sum(columns), depth, dtype), dtype=dtype, device="cpu")
     firsts = [sum(columns[:i]) for i in range(len(columns))]
     return [Columns(packed, n, depth, first) for n, first in zip(columns, firsts, strict=True)]
 
 
 def in_turns(columns: int, depth: int, dtype: torch.dtype, turns: int = 2) -> list[Columns]:
     """An empty packed matrix for `turns` weights of this size, whose panels alternate."""
-    packed = torch.zeros(packed_elements(columns, depth, dtype, turns), dtype=dtype)
+    packed = torch.zeros(packed_elements(columns, depth, dtype, turns), dtype=dtype, device="cpu")
     return [Columns(packed, columns, depth, 0, turns, i) for i in range(turns)]

@@ -29,9 +29,10 @@ def allocate(num_blocks: int, num_kv_heads: int, dim: int, v_dim: int, block_siz
     pairs = dtype == torch.bfloat16
     k_size = (dim + dim % 2 if pairs else dim) * block_size
     v_size = (block_size + block_size % 2 if pairs else block_size) * v_row
-    shape = (num_kv_heads, num_blocks)
-    scales = [torch.zeros(*shape, block_size) for _ in range(2)] if dtype == torch.int8 else [None, None]
-    return Cache(torch.zeros(*shape, k_size, dtype=dtype), torch.zeros(*shape, v_size, dtype=dtype), *scales)
+    shape, floats = (num_kv_heads, num_blocks), dict(dtype=torch.float32, device="cpu")
+    scales = [torch.zeros(*shape, block_size, **floats) for _ in range(2)] if dtype == torch.int8 else [None, None]
+    k, v = (torch.zeros(*shape, size, dtype=dtype, device="cpu") for size in (k_size, v_size))
+    return Cache(k, v, *scales)
 
 
 def describe(
@@ -93,7 +94,7 @@ def paged_attention(
         `[T, Hq, Dv]`.
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    out = torch.empty(q.shape[0], layer.num_heads, layer.v_dim, dtype=q.dtype)
+    out = torch.empty(q.shape[0], layer.num_heads, layer.v_dim, dtype=q.dtype, device="cpu")
     for name, x in (("q", q), ("k", k), ("v", v)):
         setattr(layer, name, x.data_ptr())
         setattr(layer, f"{name}_token", x.stride(0))

@@ -29,6 +29,8 @@ class FakeRunner:
         next_ids = (batch.input_ids[batch.logits_rows] + 1) % VOCAB
         return torch.nn.functional.one_hot(next_ids, VOCAB).float()
 
+    def new_requests(self) -> None: ...
+
     def weights_key(self) -> object:
         return self.key
 

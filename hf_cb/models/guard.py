@@ -1,0 +1,64 @@
+"""What must stay as it is for packed layers to compute what the model computes."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from hf_cb.modules.recipe import ModelRecipe
+
+
+class Guard:
+    """Notes a model's modules, and for whole layers (`recipe`) also hooks, weights and what was copied of them.
+
+    The model itself is held weakly: what lies in its `__dict__` may hold it.
+    """
+
+    def __init__(self, model: nn.Module, recipe: ModelRecipe | None = None) -> None:
+        self._model = weakref.ref(model)
+        modules = [m for m in model.modules() if m is not model]
+        self._top = dict(model._modules)
+        self._places = [(m._modules, dict(m._modules)) for m in modules if m._modules]
+        self._hooks = [d for m in modules for d in (m._forward_hooks, m._forward_pre_hooks)]
+        self._attributes = [m.__dict__ for m in modules]
+        self._whole = recipe is not None
+        self._copied: list[tuple[dict[str, Any], str]] = []
+        self._weights: list[tuple[dict[str, Any], nn.Parameter]] = []
+        if recipe is None:
+            return
+        norms = [norm.module for layer in recipe.layers for norm in layer.norms()] + [recipe.final_norm.module]
+        linears = [linear for layer in recipe.layers for linear in layer.linears()] + [recipe.head]
+        self._copied = [(norm._parameters, name) for norm in norms for name in ("weight", "bias")]
+        self._copied += [(linear._parameters, "bias") for linear in linears]
+        rotary = {layer.rotary.module for layer in recipe.layers if layer.rotary is not None}
+        self._copied += [(module._buffers, name) for module in rotary for name in module._buffers]
+        if not recipe.tied:
+            self._copied.append((recipe.embedding._parameters, "weight"))
+        self._weights = [(module._parameters, module.weight) for module in [*linears, recipe.embedding]]
+
+    def versions(self) -> list[Any]:
+        """Moves when a parameter that was copied is written to or replaced."""
+        found = [tensors.get(name) for tensors, name in self._copied]
+        return [None if t is None else (t.data_ptr(), -1 if t.is_inference() else t._version) for t in found]
+
+    def same_modules(self) -> bool:
+        model = self._model()
+        return model is not None and model._modules == self._top and all(now == then for now, then in self._places)
+
+    def has_hooks(self) -> bool:
+        """Also a forward that somebody has put on a module."""
+        model = self._model()
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks or any(self._hooks):
+            return True
+        if model is None or model._forward_hooks or model._forward_pre_hooks or "forward" in model.__dict__:
+            return True
+        return any("forward" in attributes for attributes in self._attributes)
+
+    def is_intact(self) -> bool:
+        """No module or weight was replaced; for whole layers also: no hook is set."""
+        if not self.same_modules() or (self._whole and self.has_hooks()):
+            return False
+        return all(parameters.get("weight") is weight for parameters, weight in self._weights)
