@@ -5,7 +5,7 @@
 #include <cstdint>
 
 enum Dtype : int32_t { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3 };
-enum Activation : int32_t { SILU = 0, GELU_TANH = 1, GELU_ERF = 2, RELU = 3, RELU2 = 4, IDENTITY = 5 };
+enum Activation : int32_t { SILU = 0, GELU_TANH = 1, GELU_ERF = 2, RELU = 3, RELU2 = 4 };
 enum Status : int32_t { OK = 0, NO_MEMORY = 1, BAD_TOKEN = 2, UNSUPPORTED = 3 };
 
 // Columns of a packed matrix lie in panels of 32: [panels][K][32], and for bf16 in pairs along K,
@@ -53,7 +53,6 @@ struct Layer {
   Linear qkv, o, gate_up, down;
   Attention attention;       // q, k, v, out and the step's tables are filled in by the step
   const float *cos, *sin;    // [positions, rotary_dim] or nullptr
-  int64_t rotary_positions;
   int32_t rotary_dim, rotary_interleaved;
   int32_t norm_whole;        // q and k norms over all heads together
   int32_t activation, gated, parallel;
@@ -108,9 +107,6 @@ struct Table {
   int32_t (*linear)(Workspace*, int32_t dtype, const void* x, int64_t x_row, int64_t rows, const Linear*, void* out,
                     int64_t out_row, int32_t threads);
   void (*embed)(int32_t dtype, const Linear*, const int64_t* ids, int64_t count, void* out, int32_t threads);
-  void (*norm)(int32_t dtype, const void* x, int64_t rows, int64_t size, const Norm*, void* out, int32_t threads);
-  void (*gated)(int32_t dtype, int32_t activation, const void* gate, const void* up, int64_t rows, int64_t size,
-                int64_t row_stride, void* out, int32_t threads);
   int32_t (*attend)(Workspace*, const Attention*, int32_t threads);
   int32_t (*step)(Workspace*, const Model*, const Step*, int32_t threads);
   int32_t (*sample)(Workspace*, const float* logits, int64_t row_stride, int64_t vocab, Draw*, int64_t count,

@@ -1,6 +1,7 @@
 // Paged variable-length attention. T query tokens of R requests lie end to end; each sees its own request's keys.
 //
-// A layer's cache, for KV head h and block b (heads first, so that a request's neighbouring blocks are read as one; V rows are padded to a multiple of 16, as `v_row`):
+// A layer's cache, for KV head h and block b (heads first, so that a request's neighbouring blocks are read as one;
+// V rows are padded to a multiple of 16, as `v_row`):
 //   keys    [dim][block_size], and for bf16 in pairs along dim, [ceil(dim / 2)][block_size][2]
 //   values  [block_size][v_row], and for bf16 in pairs along the keys, [ceil(block_size / 2)][v_row][2]
 //   int8 has one scale for each key or value vector.
@@ -26,7 +27,10 @@ struct Attend {
   const Layout<C> layout;
 
   Attend(const Attention& a)
-      : a(a), group(a.num_heads / a.num_kv_heads), row((int)v_row(a.v_dim)), layout(a.dim, (int)v_row(a.v_dim), a.block_size) {}
+      : a(a),
+        group(a.num_heads / a.num_kv_heads),
+        row((int)v_row(a.v_dim)),
+        layout(a.dim, (int)v_row(a.v_dim), a.block_size) {}
 
   static constexpr bool PAIRS = dotted<C> && dotted<T>;  // queries stay bf16, in pairs
 
@@ -224,7 +228,8 @@ void attend_items(Workspace& ws, const Attention& a, const Cut& cut, float* scra
     if (cut.items[i].partial >= 0) {
       while (i + count < cut.num_items && cut.items[i + count].first == cut.items[i + count - 1].last &&
              cut.items[i + count].partial >= 0 && cut.items[i + count].head == cut.items[i].head &&
-             cut.items[i + count].request == cut.items[i].request && cut.items[i + count].row_begin == cut.items[i].row_begin)
+             cut.items[i + count].request == cut.items[i].request &&
+             cut.items[i + count].row_begin == cut.items[i].row_begin)
         count++;
       if (turn++ % team.size == team.id) work.merge(cut.items + i, count, partials, own);
     }

@@ -27,7 +27,9 @@ struct Layout {
   const C* key(void* cache, int64_t block, int inside) const {
     return key_block(cache, block) + inside * (paired<C> ? 2 : 1);
   }
-  const C* value(void* cache, int64_t block, int inside) const { return value_block(cache, block) + (int64_t)inside * row; }
+  const C* value(void* cache, int64_t block, int inside) const {
+    return value_block(cache, block) + (int64_t)inside * row;
+  }
   C& key_at(C* keys, int stride, int i, int d) const {
     return paired<C> ? keys[((int64_t)(d / 2) * stride + i) * 2 + d % 2] : keys[(int64_t)d * stride + i];
   }
@@ -35,7 +37,8 @@ struct Layout {
     return paired<C> ? values[((int64_t)(i / 2) * row + d) * 2 + i % 2] : values[(int64_t)i * row + d];
   }
   void copy_key(C* from, int i, C* to, int j) const {
-    for (int d = 0; d < (paired<C> ? (dim + 1) / 2 * 2 : dim); d++) key_at(to, TILE, j, d) = key_at(from, block_size, i, d);
+    for (int d = 0; d < (paired<C> ? (dim + 1) / 2 * 2 : dim); d++)
+      key_at(to, TILE, j, d) = key_at(from, block_size, i, d);
   }
   void copy_value(C* from, int i, C* to, int j) const {
     for (int d = 0; d < row; d++) value_at(to, j, d) = value_at(from, i, d);
@@ -120,8 +123,8 @@ template <class C, int R>
 // acc[R][V * W columns] += weights[R][32] . values, for keys [from, to) of the tile. `ahead`: the next tile's values,
 // fetched here and not beside its keys, since a core waits for a limited number of lines at a time.
 template <class C, int R, int V>
-[[gnu::noinline]] void add_values(const Layout<C>& layout, const C* values, const void* weights, int from, int to, float* acc,
-                                   const char* ahead) {
+[[gnu::noinline]] void add_values(const Layout<C>& layout, const C* values, const void* weights, int from, int to,
+                                  float* acc, const char* ahead) {
   vf s[R][V];
   for (int r = 0; r < R; r++)
     for (int j = 0; j < V; j++) s[r][j] = load(acc + (int64_t)r * layout.row + j * W);
@@ -212,7 +215,8 @@ void attend_rows(const Layout<C>& layout, const TileView<C>& view, const TileRow
   const float *value_scales = view.copied ? view.scales[1] : view.value_scales;
   if constexpr (sizeof(C) == 1)
     for (int r = 0; r < R; r++)
-      for (int i = 0; i < TILE; i += W) store(scores + r * TILE + i, load(scores + r * TILE + i) * load(key_scales + i));
+      for (int i = 0; i < TILE; i += W)
+        store(scores + r * TILE + i, load(scores + r * TILE + i) * load(key_scales + i));
   online_softmax<R>(scores, rows, scale, softcap, factors);
   const void* weights = scores;
   if constexpr (sizeof(C) == 1) {

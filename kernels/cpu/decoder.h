@@ -78,8 +78,8 @@ struct Decoder {
       if (cut_of(i) >= 0) continue;
       if (num_cuts == Workspace::MOST_CUTS) return UNSUPPORTED;
       ws.cut_layers[num_cuts] = i;
-      if (cut_items(ws.cut_items[num_cuts], ws.cut_orders[num_cuts], attention_of(layer), threads, cuts[num_cuts]) != OK)
-        return NO_MEMORY;
+      Buffer &items = ws.cut_items[num_cuts], &order = ws.cut_orders[num_cuts];
+      if (cut_items(items, order, attention_of(layer), threads, cuts[num_cuts]) != OK) return NO_MEMORY;
       partials = most(partials, cuts[num_cuts++].partial_floats);
     }
     row_bytes = most(row_bytes, most(rows_bytes<T>(T_, widest_attended), rows_bytes<T>(T_, widest_mlp)));
@@ -264,7 +264,8 @@ struct Decoder {
       });
       return;
     }
-    multiply<T, 1>(prepared, step.num_tokens, layer.gate_up, team, [&](int64_t row, int64_t column, const float* values) {
+    const Linear& up = layer.gate_up;
+    multiply<T, 1>(prepared, step.num_tokens, up, team, [&](int64_t row, int64_t column, const float* values) {
       for (int64_t j = 0; j < PANEL && column + j < size; j += W) {
         const int64_t left = size - column - j;
         vf v = load(values + j);
@@ -276,7 +277,8 @@ struct Decoder {
 
   void head(Team team) {
     const int64_t H = model.hidden, S = step.num_rows;
-    for (int64_t s = team.begin(S); s < team.end(S); s++) norm_row(model.final_norm, x + step.rows[s] * H, H, normed + s * H);
+    for (int64_t s = team.begin(S); s < team.end(S); s++)
+      norm_row(model.final_norm, x + step.rows[s] * H, H, normed + s * H);
     team.barrier();
     head_in<T>(model, step, prepare_rows(normed, H, S, H, rows, team), best, team);
   }

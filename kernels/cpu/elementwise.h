@@ -54,27 +54,6 @@ inline void norm_row(const Norm& n, const X* x, int64_t size, Y* out) {
   }
 }
 
-template <class T>
-void norm_rows(const T* x, int64_t rows, int64_t size, const Norm& n, T* out, int threads) {
-  in_parallel(threads, [&](Team team) {
-    for (int64_t m = team.begin(rows); m < team.end(rows); m++) norm_row(n, x + m * size, size, out + m * size);
-  });
-}
-
-// out = activation(gate) * up; no up: the activation alone.
-template <class T>
-void gated_rows(int32_t kind, const T* gate, const T* up, int64_t rows, int64_t size, int64_t stride, T* out,
-                int threads) {
-  in_parallel(threads, [&](Team team) {
-    for (int64_t m = team.begin(rows); m < team.end(rows); m++)
-      for (int64_t i = 0; i < size; i += W) {
-        vf v = activate(kind, load_some(gate + m * stride + i, size - i));
-        if (up) v *= load_some(up + m * stride + i, size - i);
-        store_some(out + m * size + i, v, size - i);
-      }
-  });
-}
-
 // One head's rotation in float, in place. Halves (Llama) or neighbours (GPT-J, GLM) turn together.
 inline void rotate(float* x, const float* cos, const float* sin, int dim, bool neighbours) {
   const int half = dim / 2;

@@ -20,7 +20,7 @@ from torch import Tensor
 NAME = "libhf_cb_cpu.so"
 ELSEWHERE = "HF_CB_CPU_LIBRARY"  # names a file to load in its place: one built with sanitizers, or by another compiler
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu_erf": 2, "relu": 3, "relu2": 4, "identity": 5}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu_erf": 2, "relu": 3, "relu2": 4}
 NO_MEMORY, BAD_TOKEN, UNSUPPORTED = 1, 2, 3
 
 
@@ -72,7 +72,6 @@ class Layer(Structure):
         ("attention", Attention),
         ("cos", c_void_p),
         ("sin", c_void_p),
-        ("rotary_positions", c_int64),
         *((name, c_int32) for name in ("rotary_dim", "rotary_interleaved", "norm_whole", "activation", "gated")),
         *((name, c_int32) for name in ("parallel", "group")),
         ("residual_multiplier", c_float),
@@ -116,8 +115,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {  # of api.h's Table, in its order: w
     "pack": (None, c_int32, c_void_p, c_int64, c_int64, c_int64, c_int32, c_int32, c_void_p, c_int32, c_int32),
     "linear": (c_int32, c_void_p, c_int32, c_void_p, c_int64, c_int64, POINTER(Linear), c_void_p, c_int64, c_int32),
     "embed": (None, c_int32, POINTER(Linear), c_void_p, c_int64, c_void_p, c_int32),
-    "norm": (None, c_int32, c_void_p, c_int64, c_int64, POINTER(Norm), c_void_p, c_int32),
-    "gated": (None, c_int32, c_int32, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int32),
     "attend": (c_int32, c_void_p, POINTER(Attention), c_int32),
     "step": (c_int32, c_void_p, POINTER(Model), POINTER(Step), c_int32),
     "sample": (c_int32, c_void_p, c_void_p, c_int64, c_int64, POINTER(Draw), c_int64, c_int32),
@@ -130,8 +127,6 @@ class Table:
     pack: Any
     linear: Any
     embed: Any
-    norm: Any
-    gated: Any
     attend: Any
     step: Any
     sample: Any

@@ -82,7 +82,8 @@ template <class T, class C>
 int32_t attend_call(Workspace& ws, const Attention& a, int threads) {
   Cut cut;
   if (cut_items(ws.cut_items[0], ws.cut_orders[0], a, threads, cut) != OK) return NO_MEMORY;
-  float* scratch = (float*)ws.buffers[Workspace::SCRATCH].need(threads * Attend<T, C>::scratch_floats(a) * sizeof(float));
+  const size_t floats = threads * Attend<T, C>::scratch_floats(a);
+  float* scratch = (float*)ws.buffers[Workspace::SCRATCH].need(floats * sizeof(float));
   void* partials = ws.buffers[Workspace::PARTIALS].need(cut.partial_floats * sizeof(float) + 1);
   if (!scratch || !partials) return NO_MEMORY;
   ws.next_item = 0;

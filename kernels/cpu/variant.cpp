@@ -53,21 +53,6 @@ void embed(int32_t dtype, const Linear* w, const int64_t* ids, int64_t count, vo
   });
 }
 
-void norm(int32_t dtype, const void* x, int64_t rows, int64_t size, const Norm* n, void* out, int32_t threads) {
-  typed(dtype, [&](auto t) {
-    using T = decltype(t);
-    norm_rows((const T*)x, rows, size, *n, (T*)out, threads);
-  });
-}
-
-void gated(int32_t dtype, int32_t kind, const void* gate, const void* up, int64_t rows, int64_t size, int64_t stride,
-           void* out, int32_t threads) {
-  typed(dtype, [&](auto t) {
-    using T = decltype(t);
-    gated_rows(kind, (const T*)gate, (const T*)up, rows, size, stride, (T*)out, threads);
-  });
-}
-
 int32_t attend(Workspace* ws, const Attention* a, int32_t threads) {
   if (a->dim > MOST_DIM || a->v_dim > MOST_DIM) return UNSUPPORTED;
   return typed(a->dtype, [&](auto t) {
@@ -92,4 +77,4 @@ int32_t sample(Workspace* ws, const float* logits, int64_t row_stride, int64_t v
 }  // namespace
 
 extern const Table JOIN(table_, NAME);
-const Table JOIN(table_, NAME) = {TEXT(NAME), pack, linear, embed, norm, gated, attend, step, sample};
+const Table JOIN(table_, NAME) = {TEXT(NAME), pack, linear, embed, attend, step, sample};

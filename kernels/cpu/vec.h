@@ -61,7 +61,6 @@ inline vf as_float(V v) {
 }
 
 inline vf splat(float x) { return x - vf{}; }
-inline vi splat_int(int32_t x) { return x - vi{}; }
 inline vf select(vi mask, vf a, vf b) { return mask ? a : b; }
 
 // ------------------------------------------------------------------------------------------------ loads and stores
@@ -157,7 +156,6 @@ inline void store(fp16* p, vf v) {
 // ------------------------------------------------------------------------------------------------------ arithmetic
 
 inline vf vmax(vf a, vf b) { return select(a > b, a, b); }
-inline vf vmin(vf a, vf b) { return select(a < b, a, b); }
 
 inline float reduce_max(vf v) {
 #if defined(__AVX512F__)
