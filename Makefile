@@ -34,7 +34,7 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml $(CONSTRAINTS)
+$(STAMP): pyproject.toml $(CONSTRAINTS) $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu/CMakeLists.txt)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(1)' || { \
 	  echo "hf_cb needs Python 3.11 or newer, and $(PYTHON) is `$(PYTHON) --version 2>&1`; try: make PYTHON=python3.11" >&2; \
 	  exit 1; }

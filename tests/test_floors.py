@@ -20,7 +20,7 @@ FLOORS = (
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 NEIGHBOURS = FLOORS[0] - {"kernels"}  # the rooms of one floor that may import each other
-OPTIONAL = {"triton", "flash_attn", "gradio", "fastapi", "gguf", "sentencepiece", "openai"}
+OPTIONAL = {"triton", "flash_attn", "gradio", "fastapi", "gguf", "sentencepiece", "openai", "matplotlib"}
 TRITON_KERNELS = "hf_cb.kernels.triton"  # may import triton; importing them is importing triton
 MAX_LINES = 300
 SOURCE_SUFFIXES = {".py", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp"}

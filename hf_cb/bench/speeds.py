@@ -47,8 +47,26 @@ def onednn_packed(weight: Tensor) -> Multiply:
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
+def hf_cb_packed(weight: Tensor) -> Multiply:
+    """hf_cb's own product."""
+    from hf_cb.kernels.cpu import library as lib
+    from hf_cb.kernels.cpu.linear import side_by_side
+
+    found = lib.library()
+    if found is None or weight.device.type != "cpu":
+        raise NotImplementedError("for the CPU, where the kernels were built")
+    (columns,) = side_by_side([weight.shape[0]], weight.shape[1], weight.dtype)
+    table, workspace, threads = found.best, lib.Workspace(found), torch.get_num_threads()
+    columns.pack(table, weight, threads)
+    return lambda x: columns.linear(table, workspace, x, threads)
+
+
 # name -> takes a weight [out, in] and gives what multiplies [rows, in] by it; one that raises is left out
-PRODUCTS: dict[str, Callable[[Tensor], Multiply]] = {"torch": torch_matmul, "oneDNN packed": onednn_packed}
+PRODUCTS: dict[str, Callable[[Tensor], Multiply]] = {
+    "torch": torch_matmul,
+    "oneDNN packed": onednn_packed,
+    "hf_cb": hf_cb_packed,
+}
 
 
 def measure(model: nn.Module) -> Speeds:
