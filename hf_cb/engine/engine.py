@@ -186,6 +186,11 @@ class Engine:
             heappush(self._ends, entry)
         return late
 
+    def weights_written(self) -> None:
+        """Somebody has changed the weights in a way that leaves no trace."""
+        self.kv.drop_cache()
+        self.runner.lend()
+
     def check_idle(self) -> None:
         """With no request alive, every block is free or cached and every queue is empty; AssertionError otherwise."""
         assert not self.has_work, "requests are alive"

@@ -28,7 +28,7 @@ def plan_engine(model: PreTrainedModel, options: EngineConfig, need: Need | None
         UnsupportedModelError, OptionError: naming the model or the option, and the remedy.
     """
     check_supported(model)
-    with in_eval(model):
+    with in_eval(model), torch.autocast("cpu", enabled=False):  # as the loop's thread will compute
         verdict = judge(model)
         for name in ("attention", "kv_dtype"):
             value = getattr(options, name)
@@ -50,5 +50,5 @@ def build_engine(model: PreTrainedModel, options: EngineConfig, need: Need | Non
     policy = make_policy(options.policy)
     with torch.inference_mode(False):  # the loop's thread will write to the cache outside of the caller's mode
         verdict, plan = plan_engine(model, options, need)
-        with in_eval(model):
+        with in_eval(model), torch.autocast("cpu", enabled=False):
             return build_path(verdict.path, model, plan, policy, options.modules or wanted(model))

@@ -236,9 +236,9 @@ class ContinuousBatchingManager(TransformersCalls):
     def reset_prefix_cache(self) -> None:
         """Forgets what prompts have in common: needed after writes through `.data` outside a pause."""
         if self.loop.is_running:
-            self.loop.post(self.engine.kv.drop_cache)
+            self.loop.post(self.engine.weights_written)
         else:
-            self.engine.kv.drop_cache()
+            self.engine.weights_written()
 
     def stats(self) -> ManagerStats:
         """A snapshot; taken without stopping the thread, so its figures may be one step apart."""

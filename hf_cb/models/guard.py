@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from hf_cb.modules.recipe import ModelRecipe
@@ -24,8 +25,11 @@ class Guard:
         self._places = [(m._modules, dict(m._modules)) for m in modules if m._modules]
         self._hooks = [d for m in modules for d in (m._forward_hooks, m._forward_pre_hooks)]
         self._attributes = [m.__dict__ for m in modules]
+        self._classes = [(m, type(m)) for m in modules]
+        self._forwards = [(cls, cls.forward) for cls in {type(m) for m in model.modules()}]
         self._whole = recipe is not None
         self._copied: list[tuple[dict[str, Any], str]] = []
+        self._values: list[Tensor | None] = []
         self._weights: list[tuple[dict[str, Any], nn.Parameter]] = []
         if recipe is None:
             return
@@ -44,6 +48,21 @@ class Guard:
         found = [tensors.get(name) for tensors, name in self._copied]
         return [None if t is None else (t.data_ptr(), -1 if t.is_inference() else t._version) for t in found]
 
+    def note_values(self) -> None:
+        """What was copied, as it is now."""
+        self._values = [None if t is None else t.detach().clone() for t in self._small()]
+
+    def same_values(self) -> bool:
+        """Whether what was copied is still the same: a write through `.data` moves no version."""
+        return len(self._values) == len(self._small()) and all(
+            (now is None) == (then is None) and (now is None or then is None or torch.equal(now, then))
+            for now, then in zip(self._small(), self._values, strict=True)
+        )
+
+    def _small(self) -> list[Tensor | None]:
+        found = [tensors.get(name) for tensors, name in self._copied]
+        return [None if t is None or t.dim() > 1 else t for t in found]
+
     def same_modules(self) -> bool:
         model = self._model()
         return model is not None and model._modules == self._top and all(now == then for now, then in self._places)
@@ -57,8 +76,13 @@ class Guard:
             return True
         return any("forward" in attributes for attributes in self._attributes)
 
+    def _same_classes(self) -> bool:
+        if any(cls.forward is not forward for cls, forward in self._forwards):
+            return False
+        return all(module.__class__ is cls for module, cls in self._classes)
+
     def is_intact(self) -> bool:
         """No module or weight was replaced; for whole layers also: no hook is set."""
-        if not self.same_modules() or (self._whole and self.has_hooks()):
+        if not self.same_modules() or (self._whole and (self.has_hooks() or not self._same_classes())):
             return False
         return all(parameters.get("weight") is weight for parameters, weight in self._weights)

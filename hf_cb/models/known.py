@@ -4,6 +4,7 @@ once."""
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from hf_cb.modules.leaf import pack_linears
 from hf_cb.modules.recipe import ModelRecipe
 from hf_cb.modules.recognise import NotRecognised
 from hf_cb.modules.wanted import Mode
-from hf_cb.modules.weights import PackedWeights, WeightsInUse
+from hf_cb.modules.weights import PackedWeights, WeightsInUse, forget_mark
 
 logger = logging.getLogger("hf_cb")
 
@@ -31,6 +32,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}  # 
 MOST_RAW = 16  # weights that a model may read past its linear layers, each of which is left alone
 
 lock = threading.RLock()
+os.register_at_fork(after_in_child=lambda: globals().update(lock=threading.RLock()))
 _known: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary()
 
 
@@ -67,7 +69,9 @@ class Known:
 
     def pack(self, model: nn.Module, table: lib.Table) -> None:
         """Packs the weights, unless they are packed or something stands in the way."""
-        if self.is_current() or (self.recipe is None and not self.linears) or not self.guard.is_intact():
+        if (self.recipe is None and not self.linears) or not self.guard.is_intact():
+            return
+        if self.is_current() and self.guard.same_values():
             return
         self.unpack()
         threads = torch.get_num_threads()
@@ -86,6 +90,7 @@ class Known:
         if self.weights is not None:
             self.weights.listeners.append(weakref.WeakMethod(self._forget_decoder))
         self._versions = self.guard.versions()
+        self.guard.note_values()
 
     def unpack(self) -> None:
         """Every weight goes back to its Parameter, bit for bit."""
@@ -107,7 +112,8 @@ def known_of(paged: PagedModel, mode: Mode) -> Known:
         if known is None or not known.fits(mode):
             if known is not None:
                 known.unpack()
-            known = _known[paged.model] = _learn(paged, mode)
+            with torch.device("cpu"):
+                known = _known[paged.model] = _learn(paged, mode)
         return known
 
 
@@ -117,6 +123,8 @@ def forget(model: nn.Module) -> None:
         known = _known.pop(model, None)
     if known is not None:
         known.unpack()
+    for parameter in model.parameters():
+        forget_mark(parameter)
 
 
 @torch.no_grad()

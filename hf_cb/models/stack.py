@@ -15,7 +15,8 @@ from torch import Tensor
 
 from hf_cb.attention.cpu import CpuBackend
 from hf_cb.core import StepBatch
-from hf_cb.models.known import Known, forget, known_of, lock
+from hf_cb.models import known as knowing
+from hf_cb.models.known import Known, forget, known_of
 from hf_cb.models.paged import PagedModel
 from hf_cb.models.plan import ModelPlan
 from hf_cb.models.reading import place_of
@@ -64,7 +65,7 @@ class StackModel(PagedModel):
         if known is None or not isinstance(backend, CpuBackend) or backend.table is None:
             return
         self._decoder = None
-        with lock:
+        with knowing.lock:
             known.pack(self.model, backend.table)
             if known.decoder is not None and known.weights is not None:
                 places = [place_of(self, i) for i in range(len(known.decoder.recipes))]
@@ -90,6 +91,8 @@ class StackModel(PagedModel):
         if not known.is_current():
             known.unpack()
             return None
+        if known.weights is not None:
+            known.weights.let_go()
         if decoder is None or decoder.packed is not known.decoder:  # another manager has packed it
             self.pack()
             decoder = self._decoder

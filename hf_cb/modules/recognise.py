@@ -218,6 +218,6 @@ def is_plain_linear(module: Any) -> bool:
         type(module) is nn.Linear
         and "forward" not in vars(module)
         and type(module.weight) in (nn.Parameter, PackedParameter)  # a quantised weight is of another class
-        and not module.weight.is_shared()
+        and (type(module.weight) is PackedParameter or not (module.weight.is_inference() or module.weight.is_shared()))
         and module.weight.device.type == "cpu"
     )

@@ -12,39 +12,39 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes as no_modes
+from torch.utils._python_dispatch import _len_torch_dispatch_stack as len_of_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_cb.kernels.cpu import library as lib
 from hf_cb.kernels.cpu.linear import Columns
+from hf_cb.modules.others import at_work, is_computing
 
 # what can be asked of a packed parameter without unpacking it
-_HARMLESS = {
-    getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn")
-} | {getattr(Tensor, name).__get__ for name in ("is_cuda", "is_meta", "is_sparse", "is_quantized", "itemsize")}
+_FACTS = (
+    "shape dtype device layout ndim requires_grad is_leaf grad grad_fn is_cuda is_meta is_sparse is_quantized itemsize"
+)
+_HARMLESS: set[Any] = {getattr(Tensor, name).__get__ for name in _FACTS.split()}
 _HARMLESS |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.__len__}
 _HARMLESS |= {Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.requires_grad_}
 _HARMLESS |= {torch.is_floating_point, torch.is_complex, torch.numel}
 
 GIVE_BACK_BYTES = 2**25
-GRACE_S = 0.01
+PATIENCE_S = 2.0  # after which an operation of another thread is taken to have ended
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
 
-_CALL = nn.Module._call_impl.__code__  # the frame of every call of a module
-_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _lock = threading.RLock()
 _marks = WeakIdKeyDictionary()  # parameter -> its mark, and the memory and version that it had when it was unpacked
 os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.RLock()))
@@ -90,6 +90,12 @@ def mark_of(parameter: Tensor) -> object:
     return known[0] if known is not None and known[1] == mark else mark
 
 
+def forget_mark(parameter: Tensor) -> None:
+    """Nothing is to be remembered of a parameter that is not packed."""
+    if not is_packed(parameter):
+        _marks.pop(parameter, None)
+
+
 def _unpack_all_in(value: Any) -> None:
     if isinstance(value, PackedParameter):
         owner = value.__dict__.get("_hf_cb_packed")
@@ -123,7 +129,7 @@ class PackedWeights:
         self.listeners: list[weakref.WeakMethod[Callable[[], None]]] = []  # called once they are unpacked
         self._claimed: dict[int, nn.Parameter] = {}
         self._pieces: dict[int, list[tuple[Columns, int]]] = {}
-        self._old: deque[tuple[float, Tensor]] = deque()
+        self._old: deque[tuple[float, Tensor, dict[int, tuple[int, int]]]] = deque()
         self._freed = 0  # bytes since the allocator was last asked to give them back
 
     @contextmanager
@@ -151,16 +157,14 @@ class PackedWeights:
                 self.unpack()
                 raise
             finally:
-                if self._old:
-                    time.sleep(GRACE_S)
-                self._let_go(GRACE_S)
+                self.let_go()
 
     def take(self, parameter: nn.Parameter, pieces: Sequence[Columns]) -> None:
         """Packs a weight `[N, K]` into these columns, its rows in this order, and lets go of its memory."""
         if id(parameter) in self._pieces:
             raise ValueError("Two layers share this parameter.")
         rows, placed = 0, []
-        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+        with _plainly():
             values = parameter.data
             for columns in pieces:
                 columns.pack(self.table, values[rows : rows + columns.columns], self.threads)
@@ -169,8 +173,9 @@ class PackedWeights:
             self._pieces[id(parameter)] = placed
             parameter.data = torch.full((), float("nan"), dtype=values.dtype, device="cpu").expand(values.shape)
             torch.autograd.graph.increment_version(parameter)  # a backward pass over its old values raises
-        self._old.append((time.monotonic(), values))
-        self._let_go(GRACE_S)
+        self._old.append((time.monotonic(), values, at_work()))
+        del values
+        self.let_go()
 
     def columns_of(self, parameter: Tensor) -> list[Columns]:
         """Where a weight lies, its rows in order; nothing if it is not packed here (any more)."""
@@ -195,10 +200,13 @@ class PackedWeights:
             self.listeners.clear()
 
     def _restore(self, parameter: nn.Parameter, placed: list[tuple[Columns, int]] | None) -> None:
-        mark = _marks.pop(parameter)[0]
-        if placed is not None:
-            with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
-                threads = self.threads if os.getpid() == self._process else 1  # a fork has no pool
+        """What fails in the middle (no memory, an interrupt) is done again from the start next time."""
+        mark = _marks[parameter][0]
+        if placed is None:
+            del _marks[parameter]
+        else:
+            threads = self.threads if os.getpid() == self._process else 1  # a fork has no pool
+            with _plainly():
                 rows, first = sum(c.columns for c, _ in placed), placed[0][0]
                 values = torch.empty(rows, first.depth, dtype=first.packed.dtype, device="cpu")
                 for columns, row in placed:
@@ -210,10 +218,15 @@ class PackedWeights:
         parameter.__class__ = nn.Parameter  # the last thing: who looks before waits for the lock
         parameter.__dict__.pop("_hf_cb_packed", None)
 
-    def _let_go(self, grace: float) -> None:
-        """Frees what weights were, a little later: an operation of another thread may have begun to read them."""
-        while self._old and self._old[0][0] <= time.monotonic() - grace:
-            self._freed += self._old.popleft()[1].nbytes
+    def let_go(self) -> None:
+        """Frees what weights were, unless an operation of another thread may still read them."""
+        while self._old:
+            since, values, suspects = self._old[0]
+            if suspects and time.monotonic() - since < PATIENCE_S and suspects.items() & at_work().items():
+                break
+            self._old.popleft()
+            self._freed += values.nbytes
+            del values
         self._give_back()
 
     def _give_back(self) -> None:
@@ -223,16 +236,11 @@ class PackedWeights:
             self._freed = 0
 
 
-def is_computing(model: nn.Module) -> bool:
-    """Whether another thread is in a forward of the model, or in a backward pass of anything."""
-    modules = {id(m) for m in model.modules()}
-    for thread, frame in sys._current_frames().items():
-        at: FrameType | None = frame if thread != threading.get_ident() else None
-        while at is not None:
-            if at.f_code is _BACKWARD or (at.f_code is _CALL and id(at.f_locals.get("self")) in modules):
-                return True
-            at = at.f_back
-    return False
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Nothing that a caller has switched on (modes, inference, gradients) has a say."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad(), no_modes():
+        yield
 
 
 # ------------------------------------------------------------------------------------- what runs on the packed matrices
@@ -252,7 +260,9 @@ def _is_plain(x: Any, weight: Tensor) -> bool:
     """Whether a product with x needs no gradient and no other type: then the packed matrix will do."""
     if type(x) is not Tensor or x.dtype != weight.dtype or x.device.type != "cpu":
         return False
-    if torch.jit.is_tracing() or torch.compiler.is_compiling():
+    if x.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    if torch.jit.is_tracing() or torch.compiler.is_compiling() or len_of_modes() or forward_ad._current_level >= 0:
         return False
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return False

@@ -246,3 +246,93 @@ def test_models_that_share_weights() -> None:
     for model in (first, second):
         hf_cb.restore(model)
     assert not knowing._known
+
+
+def test_inference_tensors() -> None:
+    with torch.inference_mode():
+        model = make_model("Llama")
+    want = alone(model)
+    hf_cb.accelerate(model)
+    assert tokens(model) == want
+    model.state_dict()
+    hf_cb.restore(model)
+
+
+def test_an_interrupt_in_the_middle_of_unpacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("Llama")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    hf_cb.accelerate(model)
+    tokens(model)
+    empty, count = torch.empty, 0
+
+    def failing(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise KeyboardInterrupt
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", failing)
+    with pytest.raises(KeyboardInterrupt):
+        model.state_dict()
+    monkeypatch.undo()
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    hf_cb.restore(model)
+
+
+def test_modes_and_transforms() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.autograd import forward_ad
+
+    model = make_model("Llama")
+    x = torch.randn(3, 64)
+    want = model.lm_head(x).detach()
+    hf_cb.accelerate(model)
+    tokens(model)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        model.lm_head.weight.sum()
+    tokens(model)
+    with torch.no_grad(), forward_ad.dual_level():
+        assert forward_ad.unpack_dual(model.lm_head(forward_ad.make_dual(x, torch.ones(3, 64)))).tangent is not None
+    tokens(model)
+    with torch.no_grad():
+        assert torch.allclose(torch.vmap(model.lm_head)(x[None]), want[None], atol=1e-4)
+    hf_cb.restore(model)
+
+
+@pytest.mark.parametrize("how", ["a new session", "reset_prefix_cache"])
+def test_writes_that_leave_no_trace(how: str) -> None:
+    model = make_model("Llama")
+    hf_cb.accelerate(model)
+    with model.continuous_batching_context_manager() as manager:
+        manager.submit(PROMPTS[0], greedy(2)).result()
+        model.model.norm.weight.data.mul_(torch.linspace(0.1, 3, 64))
+        if how == "reset_prefix_cache":
+            manager.reset_prefix_cache()
+            got = manager.submit(PROMPTS[0], greedy(8)).result().generated_tokens
+    if how == "a new session":
+        got = tokens(model)[0]
+    assert got == alone(model)[0]
+    hf_cb.restore(model)
+
+
+def test_a_class_whose_forward_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("Llama")
+    hf_cb.accelerate(model)
+    tokens(model)
+    mlp = type(model.model.layers[0].mlp)
+    forward = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda self, x: forward(self, x) * 0.5)
+    want = alone(model)
+    assert tokens(model) == want
+    hf_cb.restore(model)
+
+
+def test_a_first_use_under_autocast() -> None:
+    model = make_model("Llama")
+    hf_cb.accelerate(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        tokens(model)
+    assert is_packed(model.lm_head.weight)
+    assert tokens(model) == alone(model)
+    hf_cb.restore(model)
