@@ -64,8 +64,6 @@ class PackedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         _unpack_all_in((args, kwargs))
-        if any(type(x) is PackedParameter and "_hf_cb_packed" not in x.__dict__ for x in args):
-            raise RuntimeError("The values of a packed parameter are lost.")  # cannot be: better than endless recursion
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -91,7 +89,7 @@ def mark_of(parameter: Tensor) -> object:
 
 
 def forget_mark(parameter: Tensor) -> None:
-    """Nothing is to be remembered of a parameter that is not packed."""
+    """A parameter that is not packed is as any other again."""
     if not is_packed(parameter):
         _marks.pop(parameter, None)
 
@@ -109,14 +107,14 @@ def _unpack_all_in(value: Any) -> None:
 
 
 class WeightsInUse(Exception):
-    """Somebody computes with the weights right now: they cannot be packed."""
+    """Somebody computes with the weights right now."""
 
 
 class PackedWeights:
     """The packed weights of one model. A parameter belongs to at most one of these at a time.
 
-    `unpacked` becomes True when the parameters have their values again; the matrices are of no use from then on,
-    except to a step that is still running on them. `asked_for` is the parameter that somebody wanted to see then.
+    `unpacked` becomes True when the parameters have their values again; only a step that is still running uses the
+    matrices then. `asked_for` is the parameter that somebody wanted to see.
     """
 
     def __init__(self, table: lib.Table, threads: int) -> None:
@@ -136,8 +134,7 @@ class PackedWeights:
     def packing(self, model: nn.Module, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """Around the `take` of these parameters. Who looks at one meanwhile waits, and then has all of them back.
 
-        Raises:
-            WeightsInUse: another thread is in a forward of the model. Nothing is changed then, nor after an error.
+        Raises WeightsInUse if another thread is in a forward of the model; after any error nothing is changed.
         """
         with _lock:
             claimed = {id(p): p for p in parameters}
@@ -178,7 +175,7 @@ class PackedWeights:
         self.let_go()
 
     def columns_of(self, parameter: Tensor) -> list[Columns]:
-        """Where a weight lies, its rows in order; nothing if it is not packed here (any more)."""
+        """Where a weight lies, its rows in order; nothing once it is unpacked."""
         return [columns for columns, _ in self._pieces.get(id(parameter), ())]
 
     def unpack(self, asked_for: nn.Parameter | None = None) -> None:
@@ -186,7 +183,7 @@ class PackedWeights:
         with _lock:
             if not self.unpacked:
                 self.asked_for = asked_for
-                if self._claimed and asked_for is not None:
+                if asked_for is not None:
                     logger.info("Weights are unpacked: somebody uses one of shape %s", tuple(asked_for.shape))
             for key, parameter in list(self._claimed.items()):
                 self._restore(parameter, self._pieces.get(key))
