@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import transformers
-from tiny_models import SHAPE, generate_alone, greedy, make_model, make_prompts
+from packed_models import alone, tokens
+from tiny_models import SHAPE, make_model
 from torch import nn
 
 import hf_cb
@@ -16,15 +15,6 @@ from hf_cb.models.twin import spread_weights
 from hf_cb.modules.recognise import NotRecognised, activation_of, norm_recipe
 
 pytestmark = pytest.mark.skipif(lib.library() is None, reason=f"no compiled kernels: {lib.problem()}")
-PROMPTS = make_prompts([30, 5, 17])
-
-
-def tokens(model: Any, **options: Any) -> list[list[int]]:
-    return [r.generated_tokens for r in model.generate_batch(PROMPTS, greedy(8), **options).values()]
-
-
-def alone(model: Any) -> list[list[int]]:
-    return [generate_alone(model, p, greedy(8)) for p in PROMPTS]
 
 
 @pytest.mark.parametrize("size", [64, 2048])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from typing import Any
 
 import pytest
 import torch
-from tiny_models import generate_alone, greedy, make_model, make_prompts
+from packed_models import PROMPTS, alone, failing_at, tokens
+from tiny_models import greedy, make_model
 from torch import nn
 
 import hf_cb
@@ -19,15 +19,6 @@ from hf_cb.modules import weights as packing
 from hf_cb.modules.weights import is_packed
 
 pytestmark = pytest.mark.skipif(lib.library() is None, reason=f"no compiled kernels: {lib.problem()}")
-PROMPTS = make_prompts([30, 5, 17])
-
-
-def tokens(model: Any, **options: Any) -> list[list[int]]:
-    return [r.generated_tokens for r in model.generate_batch(PROMPTS, greedy(8), **options).values()]
-
-
-def alone(model: Any) -> list[list[int]]:
-    return [generate_alone(model, p, greedy(8)) for p in PROMPTS]
 
 
 def test_other_default_dtypes_and_devices() -> None:
@@ -148,16 +139,8 @@ def test_no_memory_for_packing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     model = make_model("Llama")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     want = alone(model)
-    take, count = packing.PackedWeights.take, 0
-
-    def failing(self: Any, *args: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == 9:
-            raise MemoryError("none left")
-        take(self, *args)
-
-    monkeypatch.setattr(packing.PackedWeights, "take", failing)
+    take = failing_at(9, MemoryError("none left"), packing.PackedWeights.take)
+    monkeypatch.setattr(packing.PackedWeights, "take", take)
     hf_cb.accelerate(model)
     with caplog.at_level(logging.WARNING, "hf_cb"):
         assert tokens(model) == want
@@ -170,16 +153,8 @@ def test_no_memory_for_unpacking_can_be_tried_again(monkeypatch: pytest.MonkeyPa
     before = {name: value.clone() for name, value in model.state_dict().items()}
     hf_cb.accelerate(model)
     tokens(model)
-    restore, count = packing.PackedWeights._restore, 0
-
-    def failing(self: Any, *args: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == 5:
-            raise MemoryError("none left")
-        restore(self, *args)
-
-    monkeypatch.setattr(packing.PackedWeights, "_restore", failing)
+    restore = failing_at(5, MemoryError("none left"), packing.PackedWeights._restore)
+    monkeypatch.setattr(packing.PackedWeights, "_restore", restore)
     with pytest.raises(MemoryError):
         model.state_dict()
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
@@ -215,16 +190,7 @@ def test_an_interrupt_in_the_middle_of_unpacking(monkeypatch: pytest.MonkeyPatch
     before = {name: value.clone() for name, value in model.state_dict().items()}
     hf_cb.accelerate(model)
     tokens(model)
-    empty, count = torch.empty, 0
-
-    def failing(*args: Any, **kwargs: Any) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        if count == 3:
-            raise KeyboardInterrupt
-        return empty(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "empty", failing)
+    monkeypatch.setattr(torch, "empty", failing_at(3, KeyboardInterrupt(), torch.empty))
     with pytest.raises(KeyboardInterrupt):
         model.state_dict()
     monkeypatch.undo()
