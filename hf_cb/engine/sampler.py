@@ -58,7 +58,7 @@ class Sampler:
     def sample(self, logits: Tensor, parts: Sequence[PlanPart]) -> list[list[Sampled]]:
         if logits.dim() == 1:
             tokens = iter(logits.tolist())
-            return [[_best(next(tokens)) for _ in range(part.samples)] for part in parts]
+            return [[_drawn(next(tokens), None) for _ in range(part.samples)] for part in parts]
         found = self._at_once(logits, parts)
         results: list[list[Sampled]] = []
         row = 0
@@ -113,10 +113,6 @@ def _drawn(token: int, logprob: float | None) -> Sampled:
 def _is_plain(request: Request) -> bool:
     params = request.params
     return not params.do_sample and params.process is None
-
-
-def _best(token: int) -> Sampled:
-    return Sampled(token) if token >= 0 else Sampled(0, exception=_not_a_number())
 
 
 def _greedy(logits: Tensor, requests: list[Request]) -> list[Sampled]:

@@ -45,6 +45,7 @@ class Watched:
 
 
 def watch(paged: PagedModel) -> Watched:
+    """Runs `small_batch`; raises NotRecognised where the layers cannot be told apart."""
     model = paged.model
     watched = Watched(_layers_of(paged), small_batch(paged))
     inside = {id(m) for seen in watched.layers for m in seen.module.modules()}

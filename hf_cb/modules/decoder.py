@@ -135,10 +135,8 @@ class Decoder:
     """
 
     def __init__(self, packed: PackedDecoder, places: Sequence[Place], positions: int = POSITIONS) -> None:
-        found = lib.library()
-        assert found is not None
         self.packed = packed
-        self._workspace = lib.Workspace(found)
+        self._workspace = lib.Workspace()
         self._layers = type(packed.layers).from_buffer_copy(packed.layers)
         self._model = lib.Model.from_buffer_copy(packed.model)
         self._model.layers = self._layers

@@ -21,16 +21,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
-from torch.utils._python_dispatch import _len_torch_dispatch_stack as len_of_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_cb.kernels.cpu import library as lib
 from hf_cb.kernels.cpu.linear import Columns
 from hf_cb.modules.others import at_work, is_computing
+from hf_cb.modules.packed_ops import PACKED
 
 # what can be asked of a packed parameter without unpacking it
 _FACTS = (
@@ -57,7 +55,7 @@ class PackedParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        packed = _PACKED.get(func)
+        packed = PACKED.get(func)
         if packed is not None and (found := packed(*args, **kwargs)) is not None:
             return found
         if func in _HARMLESS:
@@ -238,63 +236,3 @@ def _plainly() -> Iterator[None]:
     """Nothing that a caller has switched on (modes, inference, gradients) has a say."""
     with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad(), no_modes():
         yield
-
-
-# ------------------------------------------------------------------------------------- what runs on the packed matrices
-
-_own = threading.local()  # each thread has a workspace
-
-
-def _workspace() -> lib.Workspace:
-    if not hasattr(_own, "workspace"):
-        found = lib.library()
-        assert found is not None
-        _own.workspace = lib.Workspace(found)
-    return _own.workspace
-
-
-def _is_plain(x: Any, weight: Tensor) -> bool:
-    """Whether a product with x needs no gradient and no other type: then the packed matrix will do."""
-    if type(x) is not Tensor or x.dtype != weight.dtype or x.device.type != "cpu":
-        return False
-    if x.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return False
-    if torch.jit.is_tracing() or torch.compiler.is_compiling() or len_of_modes() or forward_ad._current_level >= 0:
-        return False
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return False
-    return not torch.is_autocast_enabled("cpu")
-
-
-def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor | None:
-    """F.linear; None where it is not for us."""
-    if not is_packed(weight) or not _is_plain(input, weight) or (bias is not None and is_packed(bias)):
-        return None
-    if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
-        return None  # torch says what is wrong
-    owner = weight.__dict__.get("_hf_cb_packed")
-    parts = owner.columns_of(weight) if owner is not None else []
-    if not parts:
-        return None
-    threads, scratch = torch.get_num_threads(), _workspace()
-    found = [columns.linear(owner.table, scratch, input, threads) for columns in parts]
-    out = found[0] if len(found) == 1 else torch.cat(found, dim=-1)
-    return out if bias is None else out.add_(bias)
-
-
-def _embedding(
-    input: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, *others: Any, **more: Any
-) -> Any:
-    """F.embedding; None where it is not for us."""
-    if not is_packed(weight) or max_norm is not None or type(input) is not Tensor or input.dtype != torch.long:
-        return None
-    owner = weight.__dict__.get("_hf_cb_packed")
-    parts = owner.columns_of(weight) if owner is not None else []
-    if len(parts) != 1 or (torch.is_grad_enabled() and weight.requires_grad) or input.device.type != "cpu":
-        return None
-    if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < weight.shape[0]:
-        raise IndexError("index out of range in self")  # as torch says it
-    return parts[0].embed(owner.table, input, torch.get_num_threads())
-
-
-_PACKED: dict[Any, Callable[..., Any]] = {F.linear: _linear, F.embedding: _embedding}

@@ -145,7 +145,7 @@ struct Attend {
 
   Place where(const int32_t* table, int head, int start) const {
     if (a.block_size % TILE) return {};
-    const int64_t block = head * a.num_blocks + table[start / a.block_size];
+    const int64_t block = block_at(a, head, table[start / a.block_size]);
     const int inside = start % a.block_size;
     return {(const char*)layout.key(a.k_cache, block, inside), (const char*)layout.value(a.v_cache, block, inside)};
   }
@@ -154,7 +154,7 @@ struct Attend {
   TileView<C> view_of(const int32_t* table, int head, int start, int high, float* copy) const {
     TileView<C> view{};
     if (a.block_size % TILE == 0) {
-      const int64_t block = head * a.num_blocks + table[start / a.block_size];
+      const int64_t block = block_at(a, head, table[start / a.block_size]);
       const int inside = start % a.block_size;
       view.keys = layout.key(a.k_cache, block, inside), view.key_stride = a.block_size;
       view.values = layout.value(a.v_cache, block, inside);
@@ -172,7 +172,7 @@ struct Attend {
         view.scales[0][i] = view.scales[1][i] = 0.f;
         continue;
       }
-      const int64_t block = head * a.num_blocks + table[(start + i) / a.block_size];
+      const int64_t block = block_at(a, head, table[(start + i) / a.block_size]);
       const int inside = (start + i) % a.block_size;
       layout.copy_key(layout.key_block(a.k_cache, block), inside, keys, i);
       layout.copy_value(layout.value_block(a.v_cache, block), inside, values, i);

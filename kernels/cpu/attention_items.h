@@ -64,6 +64,9 @@ inline Reach reach_of(const Attention& a, int64_t request, int64_t token) {
   return {low, pos + 1};
 }
 
+// Where the block of that number lies, for one KV head: heads first.
+inline int64_t block_at(const Attention& a, int head, int64_t number) { return head * a.num_blocks + number; }
+
 inline int64_t v_row(int64_t v_dim) { return up(v_dim, 16); }
 
 inline void sort_longest_first(Cut& cut) {

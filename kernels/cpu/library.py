@@ -21,7 +21,7 @@ NAME = "libhf_cb_cpu.so"
 ELSEWHERE = "HF_CB_CPU_LIBRARY"  # names a file to load in its place: one built with sanitizers, or by another compiler
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu_erf": 2, "relu": 3, "relu2": 4}
-NO_MEMORY, BAD_TOKEN, UNSUPPORTED = 1, 2, 3
+NO_MEMORY, BAD_TOKEN = 1, 2
 
 
 class Linear(Structure):
@@ -162,9 +162,11 @@ class Library:
 
 
 class Workspace:
-    """Scratch memory that lasts from call to call; one caller at a time."""
+    """Scratch memory that lasts from call to call; one caller at a time. `of`: None is the library in use."""
 
-    def __init__(self, of: Library) -> None:
+    def __init__(self, of: Library | None = None) -> None:
+        of = of or library()
+        assert of is not None, problem()
         self._free = of.file.hf_cb_workspace_free
         self.handle = of.file.hf_cb_workspace()
 

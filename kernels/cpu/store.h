@@ -24,7 +24,7 @@ inline float quantise(const float* x, int size, int8_t* q) {
 // Key k [dim] and value v [v_dim] of one head, in float, at a slot.
 template <class C>
 inline void store_key(const Attention& a, const Layout<C>& layout, int64_t slot, int head, const float* k) {
-  const int64_t block = head * a.num_blocks + slot / a.block_size;
+  const int64_t block = block_at(a, head, slot / a.block_size);
   const int inside = (int)(slot % a.block_size);
   C* keys = layout.key_block(a.k_cache, block);
   if constexpr (sizeof(C) == 1) {
@@ -42,7 +42,7 @@ inline void store_key(const Attention& a, const Layout<C>& layout, int64_t slot,
 
 template <class C>
 inline void store_value(const Attention& a, const Layout<C>& layout, int64_t slot, int head, const float* v) {
-  const int64_t block = head * a.num_blocks + slot / a.block_size;
+  const int64_t block = block_at(a, head, slot / a.block_size);
   const int inside = (int)(slot % a.block_size);
   C* values = layout.value_block(a.v_cache, block);
   if constexpr (sizeof(C) == 1) {
