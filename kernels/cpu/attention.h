@@ -209,32 +209,20 @@ struct Attend {
   }
 };
 
-// All threads: `cut` is ready, `next_item` is zero, and keys and values are stored.
+// All threads: `cut` is ready, and keys and values are stored.
 template <class T, class C>
-void attend_items(Workspace& ws, const Attention& a, const Cut& cut, float* scratch, Team team) {
+void attend_items(Workspace& ws, const Attention& a, const Cut& cut, float* scratch, Team& team) {
   const Attend<T, C> work(a);
   float* own = scratch + team.id * Attend<T, C>::scratch_floats(a);
   float* partials = (float*)ws.buffers[Workspace::PARTIALS].data;
-  const auto take = [&] { return __atomic_fetch_add(&ws.next_item, 1, __ATOMIC_RELAXED); };
-  for (int64_t i = take(), next; i < cut.num_items; i = next) {
-    next = take();
-    work.run(cut.items[cut.order[i]], own, partials, next < cut.num_items ? &cut.items[cut.order[next]] : nullptr);
-  }
-  if (cut.partial_floats == 0) return;
-  team.barrier();
-  int64_t turn = 0;
-  for (int64_t i = 0; i < cut.num_items;) {
-    int64_t count = 1;
-    if (cut.items[i].partial >= 0) {
-      while (i + count < cut.num_items && cut.items[i + count].first == cut.items[i + count - 1].last &&
-             cut.items[i + count].partial >= 0 && cut.items[i + count].head == cut.items[i].head &&
-             cut.items[i + count].request == cut.items[i].request &&
-             cut.items[i + count].row_begin == cut.items[i].row_begin)
-        count++;
-      if (turn++ % team.size == team.id) work.merge(cut.items + i, count, partials, own);
-    }
-    i += count;
-  }
+  const auto attend = [&](int64_t i, int64_t next) {
+    work.run(cut.items[cut.order[i]], own, partials, next >= 0 ? &cut.items[cut.order[next]] : nullptr);
+  };
+  team.each(cut.num_items, attend, Team::IN_TURN);
+  team.each(cut.num_merges, [&](int64_t i, int64_t) {
+    const int32_t begin = cut.merges[i].begin;
+    work.merge(cut.items + begin, cut.merges[i].end - begin, partials, own);
+  });
 }
 
 }  // namespace

@@ -49,11 +49,17 @@ struct Reach {
   int32_t low, high;  // keys [low, high)
 };
 
+// The items [begin, end) that are parts of the same rows.
+struct Merge {
+  int32_t begin, end;
+};
+
 // How a call is cut into items: the same for all layers of a step that look alike.
 struct Cut {
-  int64_t num_items, partial_floats;
+  int64_t num_items, num_merges, partial_floats;
   Item* items;
   int32_t* order;  // longest first; `items` itself keeps the parts of the same rows together
+  Merge* merges;
 };
 
 inline Reach reach_of(const Attention& a, int64_t request, int64_t token) {
@@ -94,9 +100,10 @@ inline int32_t cut_items(Buffer& items, Buffer& order, const Attention& a, int t
   const bool split = whole < 8 * threads;
   const int64_t room = split ? parts : whole;
   cut.items = (Item*)items.need(room * sizeof(Item) + 1);
-  cut.order = (int32_t*)order.need(room * sizeof(int32_t) + 1);
+  cut.order = (int32_t*)order.need(room * (sizeof(int32_t) + sizeof(Merge)) + 1);
   if (!cut.items || !cut.order) return NO_MEMORY;
-  cut.num_items = cut.partial_floats = 0;
+  cut.merges = (Merge*)(cut.order + room);
+  cut.num_items = cut.num_merges = cut.partial_floats = 0;
   for (int64_t r = 0; r < a.num_requests; r++) {
     const int64_t rows = (int64_t)(a.cu_seqlens[r + 1] - a.cu_seqlens[r]) * group;
     for (int64_t begin = 0; begin < rows; begin += ITEM_ROWS) {
@@ -105,6 +112,7 @@ inline int32_t cut_items(Buffer& items, Buffer& order, const Attention& a, int t
       const int32_t first = low / PARTITION, last = (high - 1) / PARTITION + 1;
       for (int32_t h = 0; h < a.num_kv_heads; h++) {
         const bool apart = split && last - first > 1;
+        const int64_t begin_item = cut.num_items;
         for (int32_t p = first; p < last; p = apart ? p + 1 : last) {
           Item& item = cut.items[cut.num_items++];
           item = {(int32_t)r, h, (int32_t)begin, (int32_t)end, p, apart ? p + 1 : last, -1, 0};
@@ -114,6 +122,7 @@ inline int32_t cut_items(Buffer& items, Buffer& order, const Attention& a, int t
             cut.partial_floats += State::floats((int)v_row(a.v_dim), (int)(end - begin));
           }
         }
+        if (apart) cut.merges[cut.num_merges++] = {(int32_t)begin_item, (int32_t)cut.num_items};
       }
     }
   }

@@ -1,5 +1,5 @@
 // One step of a whole decoder: embedding, every layer, final norm, head, and the best token of each wanted row.
-// All threads walk through it together inside one parallel region and meet at a barrier after each phase. Between
+// All threads walk through it together inside one parallel region, phase by phase (meeting.h). Between
 // layers the stream x is kept in float; everything that is multiplied is in the model's own type.
 #pragma once
 
@@ -33,7 +33,7 @@ struct Decoder {
       if (step.ids[t] < 0 || step.ids[t] >= model.vocab) return BAD_TOKEN;
     const int32_t status = prepare();
     if (status != OK) return status;
-    in_parallel(threads, [this](Team team) { walk(team); });
+    in_parallel(threads, [this](Team& team) { walk(team); });
     return OK;
   }
 
@@ -98,138 +98,127 @@ struct Decoder {
     return all && need(Workspace::PARTIALS, partials * sizeof(float)) ? OK : NO_MEMORY;
   }
 
-  void walk(Team team) {
-    embed(team);
-    team.barrier();
+  void walk(Team& team) {
+    each_row(team, [this](int64_t t) { embed(t); });
+    const Layer* before = nullptr;  // where it ends with a norm, which then opens the next phase
     for (int64_t i = 0; i < model.num_layers; i++) {
       const Layer& layer = model.layers[i];
-      enter(layer, team);
-      if (team.id == 0) ws.next_item = 0;
-      team.barrier();
+      each_row(team, [&](int64_t t) {
+        if (before) add_normed(before->post_mlp_norm, *before, t);
+        norm_into(layer.input_norm, t, normed);
+        if (layer.parallel && layer.pre_mlp_norm.weight) norm_into(layer.pre_mlp_norm, t, normed_too);
+      });
       linear_in(prepare_rows(normed, model.hidden, step.num_tokens, model.hidden, rows, team), step.num_tokens,
                 layer.qkv, qkv, layer.qkv.columns, team);
-      team.barrier();
       const Attention a = attention_of(layer);
       if (a.kv_dtype == INT8) attend<int8_t>(layer, a, cut_of(i), team);
       else attend<T>(layer, a, cut_of(i), team);
-      team.barrier();
       add_product(attended, widest(a), layer.o, layer, layer.post_attention_norm, team);
-      team.barrier();
-      between(layer, team);
-      team.barrier();
+      if (layer.post_attention_norm.weight || !layer.parallel)
+        each_row(team, [&](int64_t t) {
+          if (layer.post_attention_norm.weight) add_normed(layer.post_attention_norm, layer, t);
+          if (!layer.parallel) norm_into(layer.pre_mlp_norm, t, normed);
+        });
       mlp(layer, team);
-      team.barrier();
       add_product(active, layer.down.depth, layer.down, layer, layer.post_mlp_norm, team);
-      team.barrier();
-      if (layer.post_mlp_norm.weight) {
-        add_normed(layer.post_mlp_norm, layer, team);
-        team.barrier();
-      }
+      before = layer.post_mlp_norm.weight ? &layer : nullptr;
     }
-    if (step.hidden_out) leave(team);
+    if (before) each_row(team, [&](int64_t t) { add_normed(before->post_mlp_norm, *before, t); });
+    if (step.hidden_out) each_row(team, [this](int64_t t) { leave(t); });
     else head(team);
   }
 
   static int64_t widest(const Attention& a) { return (int64_t)a.num_heads * a.v_dim; }
 
-  void embed(Team team) {
+  template <class F>
+  void each_row(Team& team, F work) {
+    team.stretches(step.num_tokens, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; t++) work(t);
+    });
+  }
+
+  void embed(int64_t t) {
     const int64_t H = model.hidden;
-    for (int64_t t = team.begin(step.num_tokens); t < team.end(step.num_tokens); t++) {
-      if (step.hidden_in) {
-        for (int64_t k = 0; k < H; k++) x[t * H + k] = to_float(((const T*)step.hidden_in)[t * H + k]);
-        continue;
-      }
-      const T* row = (const T*)model.embedding + step.ids[t] * H;
-      for (int64_t k = 0; k < H; k++) {
-        const T value = model.embedding ? row[k]
-                                        : *element((T*)model.head.packed, H, model.head.first_column + step.ids[t],
-                                                   model.head.panel_stride, model.head.panel_offset, k);
-        T rounded = value;
-        if (model.embedding_multiplier != 1.f) put(&rounded, to_float(value) * model.embedding_multiplier);
-        x[t * H + k] = to_float(rounded);
-      }
+    if (step.hidden_in) {
+      for (int64_t k = 0; k < H; k++) x[t * H + k] = to_float(((const T*)step.hidden_in)[t * H + k]);
+      return;
+    }
+    const T* row = (const T*)model.embedding + step.ids[t] * H;
+    for (int64_t k = 0; k < H; k++) {
+      const T value = model.embedding ? row[k]
+                                      : *element((T*)model.head.packed, H, model.head.first_column + step.ids[t],
+                                                 model.head.panel_stride, model.head.panel_offset, k);
+      T rounded = value;
+      if (model.embedding_multiplier != 1.f) put(&rounded, to_float(value) * model.embedding_multiplier);
+      x[t * H + k] = to_float(rounded);
     }
   }
 
-  void leave(Team team) {
-    for (int64_t i = team.begin(step.num_tokens * model.hidden); i < team.end(step.num_tokens * model.hidden); i++)
-      put((T*)step.hidden_out + i, x[i]);
-  }
-
-  void norm_into(const Norm& norm, T* out, Team team) {
+  void leave(int64_t t) {
     const int64_t H = model.hidden;
-    for (int64_t t = team.begin(step.num_tokens); t < team.end(step.num_tokens); t++) {
-      if (norm.weight) norm_row(norm, x + t * H, H, out + t * H);
-      else
-        for (int64_t k = 0; k < H; k += W) store_some(out + t * H + k, load_some(x + t * H + k, H - k), H - k);
-    }
+    for (int64_t k = 0; k < H; k++) put((T*)step.hidden_out + t * H + k, x[t * H + k]);
   }
 
-  void enter(const Layer& layer, Team team) {
-    norm_into(layer.input_norm, normed, team);
-    if (layer.parallel && layer.pre_mlp_norm.weight) norm_into(layer.pre_mlp_norm, normed_too, team);
+  void norm_into(const Norm& norm, int64_t t, T* out) {
+    const int64_t H = model.hidden;
+    if (norm.weight) return norm_row(norm, x + t * H, H, out + t * H);
+    for (int64_t k = 0; k < H; k += W) store_some(out + t * H + k, load_some(x + t * H + k, H - k), H - k);
   }
 
   // x += m * norm(y)
-  void add_normed(const Norm& norm, const Layer& layer, Team team) {
+  void add_normed(const Norm& norm, const Layer& layer, int64_t t) {
     const int64_t H = model.hidden;
-    for (int64_t t = team.begin(step.num_tokens); t < team.end(step.num_tokens); t++) {
-      norm_row(norm, y + t * H, H, y + t * H);
-      for (int64_t k = 0; k < H; k++) x[t * H + k] += layer.residual_multiplier * y[t * H + k];
-    }
-  }
-
-  void between(const Layer& layer, Team team) {
-    if (layer.post_attention_norm.weight) add_normed(layer.post_attention_norm, layer, team);
-    if (!layer.parallel) norm_into(layer.pre_mlp_norm, normed, team);  // the same rows: no barrier between
+    norm_row(norm, y + t * H, H, y + t * H);
+    for (int64_t k = 0; k < H; k++) x[t * H + k] += layer.residual_multiplier * y[t * H + k];
   }
 
   // Query and key norms, rotation, and into the cache: head by head.
   template <class C>
-  void attend(const Layer& layer, const Attention& a, int cut, Team team) {
+  void attend(const Layer& layer, const Attention& a, int cut, Team& team) {
     const int heads = a.num_heads + 2 * a.num_kv_heads;
     if (layer.norm_whole && layer.q_norm.weight) {
       const int64_t q = (int64_t)a.num_heads * a.dim, k = (int64_t)a.num_kv_heads * a.dim;
-      for (int64_t t = team.begin(step.num_tokens); t < team.end(step.num_tokens); t++) {
+      each_row(team, [&](int64_t t) {
         T* row = qkv + t * layer.qkv.columns;
         norm_row(layer.q_norm, row, q, row);
         norm_row(layer.k_norm, row + q, k, row + q);
-      }
-      team.barrier();
+      });
     }
     const Layout<C> layout(a.dim, (int)v_row(a.v_dim), a.block_size);
-    const int64_t count = step.num_tokens * heads;
-    alignas(64) float h[MOST_DIM + W];
-    for (int64_t i = team.begin(count); i < team.end(count); i++) {
-      const int64_t t = i / heads;
-      const int head = (int)(i % heads), kv = head - a.num_heads;
-      T* row = qkv + t * layer.qkv.columns;
-      if (kv >= a.num_kv_heads) {  // a value
-        if (a.slots[t] < 0) continue;
-        const T* v = row + (a.num_heads + a.num_kv_heads) * a.dim + (kv - a.num_kv_heads) * a.v_dim;
-        for (int d = 0; d < a.v_dim; d += W) store_some(h + d, load_some(v + d, a.v_dim - d), a.v_dim - d);
-        store_value(a, layout, a.slots[t], kv - a.num_kv_heads, h);
-        continue;
-      }
-      T* part = row + head * a.dim;
-      const Norm& norm = kv < 0 ? layer.q_norm : layer.k_norm;
-      if (norm.weight && !layer.norm_whole) norm_row(norm, part, a.dim, h);
-      else
-        for (int d = 0; d < a.dim; d += W) store_some(h + d, load_some(part + d, a.dim - d), a.dim - d);
-      if (layer.cos) {
-        const int64_t at = step.positions[t] * layer.rotary_dim;
-        rotate(h, layer.cos + at, layer.sin + at, layer.rotary_dim, layer.rotary_interleaved);
-      }
-      if (kv < 0)
-        for (int d = 0; d < a.dim; d += W) store_some(part + d, load_some(h + d, a.dim - d), a.dim - d);
-      else if (a.slots[t] >= 0) store_key(a, layout, a.slots[t], kv, h);
-    }
-    team.barrier();
+    team.stretches(step.num_tokens, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; t++)
+        for (int head = 0; head < heads; head++) place_head(layer, a, layout, t, head);
+    });
     attend_items<T, C>(ws, a, cuts[cut], scratch, team);
   }
 
+  template <class C>
+  [[gnu::always_inline]] void place_head(const Layer& layer, const Attention& a, const Layout<C>& layout, int64_t t, int head) {
+    const int kv = head - a.num_heads;
+    T* row = qkv + t * layer.qkv.columns;
+    alignas(64) float h[MOST_DIM + W];
+    if (kv >= a.num_kv_heads) {  // a value
+      if (a.slots[t] < 0) return;
+      const T* v = row + (a.num_heads + a.num_kv_heads) * a.dim + (kv - a.num_kv_heads) * a.v_dim;
+      for (int d = 0; d < a.v_dim; d += W) store_some(h + d, load_some(v + d, a.v_dim - d), a.v_dim - d);
+      return store_value(a, layout, a.slots[t], kv - a.num_kv_heads, h);
+    }
+    T* part = row + head * a.dim;
+    const Norm& norm = kv < 0 ? layer.q_norm : layer.k_norm;
+    if (norm.weight && !layer.norm_whole) norm_row(norm, part, a.dim, h);
+    else
+      for (int d = 0; d < a.dim; d += W) store_some(h + d, load_some(part + d, a.dim - d), a.dim - d);
+    if (layer.cos) {
+      const int64_t at = step.positions[t] * layer.rotary_dim;
+      rotate(h, layer.cos + at, layer.sin + at, layer.rotary_dim, layer.rotary_interleaved);
+    }
+    if (kv < 0)
+      for (int d = 0; d < a.dim; d += W) store_some(part + d, load_some(h + d, a.dim - d), a.dim - d);
+    else if (a.slots[t] >= 0) store_key(a, layout, a.slots[t], kv, h);
+  }
+
   // y = product, or x += m * product where no norm comes between
-  void add_product(const T* from, int64_t depth, const Linear& w, const Layer& layer, const Norm& norm, Team team) {
+  void add_product(const T* from, int64_t depth, const Linear& w, const Layer& layer, const Norm& norm, Team& team) {
     const int64_t H = model.hidden;
     const Rows prepared = prepare_rows(from, depth, step.num_tokens, depth, rows, team);
     const float m = layer.residual_multiplier;
@@ -246,7 +235,7 @@ struct Decoder {
     });
   }
 
-  void mlp(const Layer& layer, Team team) {
+  void mlp(const Layer& layer, Team& team) {
     const T* from = layer.parallel && layer.pre_mlp_norm.weight ? normed_too : normed;
     const Rows prepared = prepare_rows(from, model.hidden, step.num_tokens, model.hidden, rows, team);
     const int64_t size = layer.down.depth;
@@ -275,11 +264,14 @@ struct Decoder {
     });
   }
 
-  void head(Team team) {
+  void head(Team& team) {
     const int64_t H = model.hidden, S = step.num_rows;
-    for (int64_t s = team.begin(S); s < team.end(S); s++)
-      norm_row(model.final_norm, x + step.rows[s] * H, H, normed + s * H);
-    team.barrier();
+    team.stretches(S, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t s = begin; s < end; s++) {
+        norm_row(model.final_norm, x + step.rows[s] * H, H, normed + s * H);
+        for (int t = 0; t < team.size; t++) best[t * S + s] = NOTHING;  // for each: any thread may come late
+      }
+    });
     head_in<T>(model, step, prepare_rows(normed, H, S, H, rows, team), best, team);
   }
 };

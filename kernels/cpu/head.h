@@ -11,13 +11,13 @@ struct Best {
   int32_t is_nan;
   int64_t column;
 };
+constexpr Best NOTHING = {-INFINITY, 0, -1};
 
-// All threads. `best` has room for one of each row for each thread.
+// All threads. `best` holds one of each row for each thread, NOTHING to begin with.
 template <class T>
-void head_in(const Model& model, const Step& step, Rows rows, Best* best, Team team) {
+void head_in(const Model& model, const Step& step, Rows rows, Best* best, Team& team) {
   const int64_t S = step.num_rows, V = model.vocab;
   Best* own = best + team.id * S;
-  for (int64_t s = 0; s < S; s++) own[s] = {-INFINITY, 0, -1};
   multiply<T, 1>(rows, S, model.head, team, [&](int64_t row, int64_t column, const float* values) {
     alignas(64) float v[PANEL];
     vf top = splat(-INFINITY);
@@ -39,7 +39,8 @@ void head_in(const Model& model, const Step& step, Rows rows, Best* best, Team t
     Best& b = own[row];
     b.is_nan |= any(nan);
     const float found = reduce_max(top);
-    if (found > b.value || b.column < 0)
+    // a thread need not have its panels in order
+    if (found > b.value || b.column < 0 || (found == b.value && column < b.column))
       for (int j = 0; j < PANEL; j++)
         if (v[j] == found) {
           b.value = found, b.column = column + j;
@@ -47,17 +48,19 @@ void head_in(const Model& model, const Step& step, Rows rows, Best* best, Team t
         }
   });
   if (step.logits) return;
-  team.barrier();
-  for (int64_t s = team.begin(S); s < team.end(S); s++) {
-    Best all = best[s];
-    for (int t = 1; t < team.size; t++) {
-      const Best& other = best[t * S + s];
-      all.is_nan |= other.is_nan;
-      if (other.column >= 0 && (all.column < 0 || other.value > all.value))
-        all.value = other.value, all.column = other.column;
+  team.stretches(S, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t s = begin; s < end; s++) {
+      Best all = best[s];
+      for (int t = 1; t < team.size; t++) {
+        const Best& other = best[t * S + s];
+        all.is_nan |= other.is_nan;
+        // of equal ones the first column, whichever thread has had it
+        const bool better = other.value > all.value || (other.value == all.value && other.column < all.column);
+        if (other.column >= 0 && (all.column < 0 || better)) all.value = other.value, all.column = other.column;
+      }
+      step.best[s] = all.is_nan ? -1 : all.column;
     }
-    step.best[s] = all.is_nan ? -1 : all.column;
-  }
+  });
 }
 
 }  // namespace

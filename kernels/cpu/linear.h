@@ -35,13 +35,15 @@ inline T* element(T* packed, int64_t depth, int64_t column, int64_t stride, int6
 template <class T>
 void pack_rows(T* weight, int64_t rows, int64_t depth, int64_t first, int stride, int offset, T* packed, bool unpack,
                int threads) {
-  in_parallel(threads, [=](Team team) {
-    for (int64_t n = team.begin(rows); n < team.end(rows); n++)
-      for (int64_t k = 0; k < depth; k++) {
-        T* inside = element(packed, depth, first + n, stride, offset, k);
-        if (unpack) weight[n * depth + k] = *inside;
-        else *inside = weight[n * depth + k];
-      }
+  in_parallel(threads, [=](Team& team) {
+    team.stretches(rows, 1, [=](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; n++)
+        for (int64_t k = 0; k < depth; k++) {
+          T* inside = element(packed, depth, first + n, stride, offset, k);
+          if (unpack) weight[n * depth + k] = *inside;
+          else *inside = weight[n * depth + k];
+        }
+    });
   });
 }
 
@@ -108,7 +110,7 @@ inline void piece_of(int64_t count, const void* const* rows, const T* panel, int
 #undef CASE
 }
 
-// Rows as `piece` wants them. Where they must be converted, all threads do so and meet at a barrier.
+// Rows as `piece` wants them. Where they must be converted, that is a phase of its own.
 struct Rows {
   const char* data;
   int64_t bytes;  // from row to row
@@ -119,23 +121,24 @@ inline size_t rows_bytes(int64_t rows, int64_t depth) {
   return rows * up(depth, 16) * (dotted<T> ? 2 : 4);
 }
 template <class T>
-Rows prepare_rows(const T* x, int64_t x_row, int64_t rows, int64_t depth, void* scratch, Team team) {
+Rows prepare_rows(const T* x, int64_t x_row, int64_t rows, int64_t depth, void* scratch, Team& team) {
   if (rows_bytes<T>(rows, depth) == 0) return {(const char*)x, x_row * (int64_t)sizeof(T)};
   const int64_t padded = up(depth, 16);
-  for (int64_t m = team.begin(rows); m < team.end(rows); m++) {
-    const T* from = x + m * x_row;
-    if constexpr (dotted<T>) {
-      T* to = (T*)scratch + m * padded;
-      memcpy(to, from, depth * sizeof(T));
-      memset(to + depth, 0, (padded - depth) * sizeof(T));
-    } else {
-      float* to = (float*)scratch + m * padded;
-      int64_t k = 0;
-      for (; k + W <= depth; k += W) store(to + k, load(from + k));
-      for (; k < depth; k++) to[k] = to_float(from[k]);
+  team.stretches(rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; m++) {
+      const T* from = x + m * x_row;
+      if constexpr (dotted<T>) {
+        T* to = (T*)scratch + m * padded;
+        memcpy(to, from, depth * sizeof(T));
+        memset(to + depth, 0, (padded - depth) * sizeof(T));
+      } else {
+        float* to = (float*)scratch + m * padded;
+        int64_t k = 0;
+        for (; k + W <= depth; k += W) store(to + k, load(from + k));
+        for (; k < depth; k++) to[k] = to_float(from[k]);
+      }
     }
-  }
-  team.barrier();
+  });
   return {(const char*)scratch, padded * (dotted<T> ? 2 : 4)};
 }
 
@@ -151,46 +154,57 @@ inline int64_t passes_over(int64_t rows) {
   return passes;
 }
 
+template <int GROUP>
+inline int64_t groups_of(const Linear& w) {
+  const int64_t first = w.first_column / PANEL, last = (w.first_column + w.columns + PANEL - 1) / PANEL;
+  return (last - first + GROUP - 1) / GROUP;
+}
+
+// Rows [begin, end) times the GROUP panels from g * GROUP on. `more`: the next panels will be wanted too. By value, so
+// that what the inner loops need stays in registers.
+template <class T, int GROUP, class F>
+[[gnu::noinline]] void panels(Rows x, int64_t begin, int64_t end, Linear w, int64_t g, bool more, F done) {
+  const T* packed = (const T*)w.packed;
+  const int64_t first = w.first_column / PANEL, size = panel_size<T>(w.depth);
+  const int64_t passes = passes_over(end - begin), line = PANEL * (paired<T> ? 4 : sizeof(T));
+  int64_t pass = 0;
+  for (int64_t m = begin; m < end; pass++) {
+    const int64_t count = rows_of_piece(end - m);
+    const void* at[ROWS];
+    for (int64_t r = 0; r < count; r++) at[r] = x.data + (m + r) * x.bytes;
+    alignas(64) float out[GROUP][ROWS][PANEL];
+    for (int i = 0; i < GROUP; i++) {
+      const int64_t panel = (first + g * GROUP + i) * w.panel_stride + w.panel_offset;
+      const T* now = packed + panel * size;
+      Ahead ahead{(const char*)now + NEAR * line, line};
+      if (passes > 1 && more) {
+        const int64_t bytes = size * sizeof(T), step = line / passes;
+        ahead = {(const char*)(now + GROUP * w.panel_stride * size) + bytes * pass / passes, step};
+      }
+      piece_of<T>(count, at, now, w.depth, out[i][0], ahead);
+    }
+    for (int64_t r = 0; r < count; r++) done(m + r, (first + g * GROUP) * PANEL, &out[0][r][0]);
+    m += count;
+  }
+}
+
 // Calls done(row, first column, values of up to 32 columns, how many) for every piece of the product.
 // `group` panels in a row belong together (gate and up): done gets their values one panel after the other.
 template <class T, int GROUP, class F>
-void multiply(Rows x, int64_t rows, const Linear& w, Team team, F done) {
-  const T* packed = (const T*)w.packed;
-  const int64_t first = w.first_column / PANEL, last = (w.first_column + w.columns + PANEL - 1) / PANEL;
-  const int64_t groups = (last - first + GROUP - 1) / GROUP, size = panel_size<T>(w.depth);
+void multiply(Rows x, int64_t rows, const Linear& w, Team& team, F done) {
+  const int64_t groups = groups_of<GROUP>(w);
   // Few panels and many threads: the rows are cut too. Long blocks of rows, since each reads the whole panel.
   int64_t blocks = 1;
   while (groups * blocks < 4 * team.size && rows > blocks * 4 * ROWS) blocks *= 2;
-  for (int64_t item = team.begin(groups * blocks); item < team.end(groups * blocks); item++) {
-    const int64_t g = item / blocks, b = item % blocks;
-    const int64_t begin = rows * b / blocks, end = rows * (b + 1) / blocks;
-    const int64_t passes = passes_over(end - begin), line = PANEL * (paired<T> ? 4 : sizeof(T));
-    const bool is_last = item + 1 == team.end(groups * blocks);
-    int64_t pass = 0;
-    for (int64_t m = begin; m < end; pass++) {
-      const int64_t count = rows_of_piece(end - m);
-      const void* at[ROWS];
-      for (int64_t r = 0; r < count; r++) at[r] = x.data + (m + r) * x.bytes;
-      alignas(64) float out[GROUP][ROWS][PANEL];
-      for (int i = 0; i < GROUP; i++) {
-        const int64_t panel = (first + g * GROUP + i) * w.panel_stride + w.panel_offset;
-        const T* now = packed + panel * size;
-        Ahead ahead{(const char*)now + NEAR * line, line};
-        if (passes > 1 && !is_last && blocks == 1) {
-          const int64_t bytes = size * sizeof(T), step = line / passes;
-          ahead = {(const char*)(now + GROUP * w.panel_stride * size) + bytes * pass / passes, step};
-        }
-        piece_of<T>(count, at, now, w.depth, out[i][0], ahead);
-      }
-      for (int64_t r = 0; r < count; r++) done(m + r, (first + g * GROUP) * PANEL, &out[0][r][0]);
-      m += count;
-    }
-  }
+  team.each(groups * blocks, [&](int64_t item, int64_t next) {
+    const int64_t b = item % blocks;
+    panels<T, GROUP>(x, rows * b / blocks, rows * (b + 1) / blocks, w, item / blocks, blocks == 1 && next >= 0, done);
+  });
 }
 
 // out[row, column] = product + bias, for the columns that a Linear names.
 template <class T>
-void linear_in(Rows x, int64_t rows, const Linear& w, T* out, int64_t out_row, Team team) {
+void linear_in(Rows x, int64_t rows, const Linear& w, T* out, int64_t out_row, Team& team) {
   multiply<T, 1>(x, rows, w, team, [&](int64_t row, int64_t column, const float* values) {
     const int64_t from = most(w.first_column - column, 0), to = least(w.first_column + w.columns - column, PANEL);
     T* y = out + row * out_row + column - w.first_column;

@@ -177,9 +177,10 @@ int32_t sample_rows(Workspace& ws, const float* logits, int64_t row_stride, int6
   const int64_t bytes = RowSampler::scratch_bytes(vocab);
   char* scratch = (char*)ws.buffers[Workspace::SCRATCH].need(bytes * threads);
   if (!scratch) return NO_MEMORY;
-  in_parallel(threads, [&](Team team) {
-    for (int64_t i = team.id; i < count; i += team.size)
+  in_parallel(threads, [&](Team& team) {
+    team.each(count, [&](int64_t i, int64_t) {
       RowSampler(logits + draws[i].row * row_stride, vocab, scratch + team.id * bytes).run(draws[i]);
+    });
   });
   return OK;
 }

@@ -60,22 +60,24 @@ inline void store_value(const Attention& a, const Layout<C>& layout, int64_t slo
   }
 }
 
-// k and v as the call has them: tokens are shared out among the threads.
+// k and v as the call has them.
 template <class T, class C>
-void store_tokens(const Attention& a, int64_t tokens, Team team) {
+void store_tokens(const Attention& a, int64_t tokens, Team& team) {
   const Layout<C> layout(a.dim, (int)v_row(a.v_dim), a.block_size);
-  alignas(64) float x[MOST_DIM + W];
-  for (int64_t t = team.begin(tokens); t < team.end(tokens); t++) {
-    if (a.slots[t] < 0) continue;
-    for (int h = 0; h < a.num_kv_heads; h++) {
-      const T* k = (const T*)a.k + t * a.k_token + h * a.k_head;
-      for (int d = 0; d < a.dim; d += W) store_some(x + d, load_some(k + d, a.dim - d), a.dim - d);
-      store_key(a, layout, a.slots[t], h, x);
-      const T* v = (const T*)a.v + t * a.v_token + h * a.v_head;
-      for (int d = 0; d < a.v_dim; d += W) store_some(x + d, load_some(v + d, a.v_dim - d), a.v_dim - d);
-      store_value(a, layout, a.slots[t], h, x);
+  team.stretches(tokens, 1, [&](int64_t begin, int64_t end) {
+    alignas(64) float x[MOST_DIM + W];
+    for (int64_t t = begin; t < end; t++) {
+      if (a.slots[t] < 0) continue;
+      for (int h = 0; h < a.num_kv_heads; h++) {
+        const T* k = (const T*)a.k + t * a.k_token + h * a.k_head;
+        for (int d = 0; d < a.dim; d += W) store_some(x + d, load_some(k + d, a.dim - d), a.dim - d);
+        store_key(a, layout, a.slots[t], h, x);
+        const T* v = (const T*)a.v + t * a.v_token + h * a.v_head;
+        for (int d = 0; d < a.v_dim; d += W) store_some(x + d, load_some(v + d, a.v_dim - d), a.v_dim - d);
+        store_value(a, layout, a.slots[t], h, x);
+      }
     }
-  }
+  });
 }
 
 template <class T, class C>
@@ -86,11 +88,9 @@ int32_t attend_call(Workspace& ws, const Attention& a, int threads) {
   float* scratch = (float*)ws.buffers[Workspace::SCRATCH].need(floats * sizeof(float));
   void* partials = ws.buffers[Workspace::PARTIALS].need(cut.partial_floats * sizeof(float) + 1);
   if (!scratch || !partials) return NO_MEMORY;
-  ws.next_item = 0;
   const int64_t tokens = a.cu_seqlens[a.num_requests];
-  in_parallel(threads, [&](Team team) {
+  in_parallel(threads, [&](Team& team) {
     store_tokens<T, C>(a, tokens, team);
-    team.barrier();
     attend_items<T, C>(ws, a, cut, scratch, team);
   });
   return OK;

@@ -1,9 +1,9 @@
 // The threads of one parallel region, and memory that lasts from step to step.
 #pragma once
 
-#include <omp.h>
 #include <stdlib.h>
 
+#include "meeting.h"
 #include "vec.h"
 
 struct Buffer {
@@ -32,7 +32,6 @@ struct Workspace {
   enum { MOST_CUTS = 8 };
   Buffer buffers[NUM_BUFFERS], cut_items[MOST_CUTS], cut_orders[MOST_CUTS];
   int64_t cut_layers[MOST_CUTS];  // a layer that each was made for
-  alignas(64) int64_t next_item = 0;
   ~Workspace() {
     for (Buffer& b : buffers) free(b.data);
     for (Buffer& b : cut_items) free(b.data);
@@ -42,27 +41,57 @@ struct Workspace {
 
 namespace {
 
-struct Team {
-  int id, size;
-  // The part of [0, count) that is this thread's.
-  int64_t begin(int64_t count) const { return count * id / size; }
-  int64_t end(int64_t count) const { return count * (id + 1) / size; }
-  static void barrier() {
-#pragma omp barrier
-  }
-};
-
-template <class F>
-void in_parallel(int threads, F work) {
-#pragma omp parallel num_threads(threads)
-  {
-    Team team{omp_get_thread_num(), omp_get_num_threads()};
-    work(team);
-  }
-}
-
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// One thread of a parallel region. All threads call the same phases in the same order.
+struct Team {
+  int id, size;
+  Meeting* meeting;
+  uint32_t phase = 0;
+
+  // Calls work(i, next) for every i in [0, count) and returns when all are done. `next` is the item that this thread
+  // will probably have then, or -1: something to prefetch. Items lie together in a thread's range, or are dealt out in
+  // turn, which is right for a list that begins with the longest.
+  enum Order { TOGETHER, IN_TURN };
+  template <class F>
+  void each(int64_t count, F work, Order order = TOGETHER) {
+    phase++;
+    if (count == 0) return;
+    const int64_t ranges = least(size, Meeting::MOST_RANGES);
+    for (int64_t k = 0; k < ranges; k++) {
+      // Others' ranges only after a while: to look at one costs its owner a cache miss.
+      if (k == 1 && meeting->wait(phase, count, Meeting::BRIEFLY)) return;
+      const int64_t r = (id + k) % ranges, first = order == IN_TURN ? r : count * r / ranges;
+      const int64_t step = order == IN_TURN ? ranges : 1;
+      const int64_t length = order == IN_TURN ? (count - r + ranges - 1) / ranges : count * (r + 1) / ranges - first;
+      int64_t mine = 0;
+      for (Meeting::Taken some; (some = meeting->take(r, phase, length)).end;)
+        for (int64_t i = some.begin; i < some.end; i++, mine++)
+          work(first + i * step, i + 1 < length ? first + (i + 1) * step : -1);
+      if (mine) meeting->add(phase, mine, count);
+    }
+    if (!meeting->wait(phase, count, Meeting::AS_LONG_AS_AN_ITEM)) meeting->sleep(phase, count);
+  }
+
+  // The same for work(begin, end) on stretches of [0, count): up to four for each thread, of `grain` at least.
+  template <class F>
+  void stretches(int64_t count, int64_t grain, F work) {
+    const int64_t length = most(grain, (count + 4 * size - 1) / (4 * size));
+    each((count + length - 1) / length,
+         [&](int64_t i, int64_t) { work(i * length, least((i + 1) * length, count)); });
+  }
+};
+
+template <class F>  // work(team), where the team may be changed
+void in_parallel(int threads, F work) {
+  Meeting meeting;
+#pragma omp parallel num_threads(threads)
+  {
+    Team team{omp_get_thread_num(), omp_get_num_threads(), &meeting};
+    work(team);
+  }
+}
 
 }  // namespace

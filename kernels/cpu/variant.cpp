@@ -33,7 +33,7 @@ int32_t linear(Workspace* ws, int32_t dtype, const void* x, int64_t x_row, int64
     using T = decltype(t);
     void* scratch = ws->buffers[Workspace::ROWS].need(rows_bytes<T>(rows, w->depth) + 1);
     if (!scratch) return NO_MEMORY;
-    in_parallel(threads, [&](Team team) {
+    in_parallel(threads, [&](Team& team) {
       const Rows prepared = prepare_rows((const T*)x, x_row, rows, w->depth, scratch, team);
       linear_in(prepared, rows, *w, (T*)out, out_row, team);
     });
@@ -44,11 +44,13 @@ int32_t linear(Workspace* ws, int32_t dtype, const void* x, int64_t x_row, int64
 void embed(int32_t dtype, const Linear* w, const int64_t* ids, int64_t count, void* out, int32_t threads) {
   typed(dtype, [&](auto t) {
     using T = decltype(t);
-    in_parallel(threads, [&](Team team) {
-      for (int64_t i = team.begin(count); i < team.end(count); i++)
-        for (int64_t k = 0; k < w->depth; k++)
-          ((T*)out)[i * w->depth + k] =
-              *element((T*)w->packed, w->depth, w->first_column + ids[i], w->panel_stride, w->panel_offset, k);
+    in_parallel(threads, [&](Team& team) {
+      team.stretches(count, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++)
+          for (int64_t k = 0; k < w->depth; k++)
+            ((T*)out)[i * w->depth + k] =
+                *element((T*)w->packed, w->depth, w->first_column + ids[i], w->panel_stride, w->panel_offset, k);
+      });
     });
   });
 }
