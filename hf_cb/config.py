@@ -27,6 +27,7 @@ CONVERTED = {
     "allow_block_sharing": "prefix_caching",
     "scheduler_type": "policy",
     "return_logprobs": "return_logprobs",
+    "use_async_batching": "overlap",
     "max_queue_size": "max_queue_size",
     "seed": "seed",
 }
@@ -35,7 +36,6 @@ CONVERTED = {
 NEUTRAL = frozenset(
     {
         "max_blocks_per_request",
-        "use_async_batching",
         "use_cuda_graph",
         "q_padding_interval_size",
         "kv_padding_interval_size",
@@ -70,8 +70,11 @@ class EngineConfig:
             never fed back; the model's own number if None. An answer that reaches it ends with "length".
         prefill_chunk: most tokens of one prompt in a step.
         prefix_caching: reuse the blocks of equal prompt beginnings.
+        overlap: launch each step while the one before it still runs, on tokens that only the device knows yet; a
+            request that ends costs at most one token more. None: on a GPU. Answers are the same either way.
         policy: order in which requests are served: "fifo" or "prefill_first", or an object with `order` and `victim`.
-        attention: "cpu" or "reference", or None for the best backend on the model's device.
+        attention: "flash" (FlashAttention 2, 3 or 4, where installed), "triton", "torch_varlen" (PyTorch's own), "cpu"
+            or "reference". None: for each kind of layer the fastest on its device that can compute it.
         kv_dtype: "int8" keeps keys and values quantised, one scale for each token and head: about half the memory of
             bfloat16, for slightly less exact answers; only on the "cpu" backend. None: the model's own dtype.
         modules: faster modules, verified against the model's own: "fused" (whole layers), "leaf" (linear layers and
@@ -97,6 +100,7 @@ class EngineConfig:
     max_model_len: int | None = None
     prefill_chunk: int | None = None
     prefix_caching: bool = True
+    overlap: bool | None = None
     policy: Any = "fifo"
     attention: str | None = None
     kv_dtype: Literal["int8"] | None = None
@@ -134,6 +138,8 @@ class EngineConfig:
                 raise OptionError(
                     f"num_blocks={self.num_blocks} and kv_budget={self.kv_budget} both size the KV cache: give one."
                 )
+        if self.overlap is not None and not isinstance(self.overlap, bool):
+            raise OptionError(f"overlap must be True, False or None, not {self.overlap!r}.")
         for name in ("prefix_caching", "return_logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} must be True or False, not {getattr(self, name)!r}.")

@@ -47,17 +47,14 @@ class StopCheck(Protocol):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What one request asks of the sampler and of the stop checks, fully resolved: nothing here is None-for-default.
-
-    `process` is None when the raw logits decide; `seed` and `warpers` matter only if `do_sample`.
-    """
+    """What one request asks of the sampler and of the stop checks, fully resolved: nothing here is None-for-default."""
 
     max_new_tokens: int
     length_is_given: bool = True  # False: nobody set a length, so the KV cache may cut it short
     eos_token_ids: frozenset[int] = frozenset()
     do_sample: bool = False
-    seed: int = 0
-    process: LogitsProcess | None = None
+    seed: int = 0  # matters only if `do_sample`, as `warpers`
+    process: LogitsProcess | None = None  # None: the raw logits decide
     warpers: Warpers | None = None  # what `process` does, where they can say it
     stop_checks: tuple[StopCheck, ...] = ()
     max_time: float | None = None  # seconds since submission
@@ -120,8 +117,9 @@ class Request:
     created: float = field(default_factory=time.perf_counter)
     # by the scheduler
     status: Status = Status.WAITING
-    num_computed: int = 0
-    in_flight: int = 0  # tokens of a step that is launched and not yet committed
+    num_computed: int = 0  # of a step that is launched too
+    in_flight: int = 0  # tokens of steps that are launched and not yet committed
+    ahead: int = 0  # sampled by such a step, and not yet among `token_ids`
     # by the KV cache: block tables by layer group, hashes of full blocks, what keys depend on (`Runner.key_regime`)
     tables: list[list[int]] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
@@ -154,11 +152,11 @@ class Request:
     @property
     def pending(self) -> int:
         """Tokens whose keys and values are still to be computed."""
-        return len(self.token_ids) - self.num_computed
+        return len(self.token_ids) + self.ahead - self.num_computed
 
     @property
     def is_decoding(self) -> bool:
-        return self.pending == 1 and self.num_output > 0
+        return self.pending == 1 and self.num_output + self.ahead > 0
 
     @property
     def max_tokens(self) -> int:
@@ -213,6 +211,7 @@ class StepPlan:
     preempted: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     bound_by: str | None = None  # the budget that kept work out: "tokens", "blocks", "requests", or None
+    short: bool = False  # a running request needs blocks that come back only when a step is committed
 
     @property
     def num_tokens(self) -> int:

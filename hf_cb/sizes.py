@@ -8,6 +8,8 @@ from typing import Any
 from hf_cb.config import EngineConfig, parse_bytes
 from hf_cb.errors import OptionError
 
+BLOCK_SIZE = 32  # tokens: little waste at a request's end, long enough rows to gather
+
 
 @dataclass(frozen=True)
 class ResolvedConfig:
@@ -20,6 +22,7 @@ class ResolvedConfig:
     max_model_len: int
     prefill_chunk: int
     prefix_caching: bool
+    overlap: bool
     trace_steps: int
     reasons: dict[str, str] = field(default_factory=dict)
 
@@ -36,6 +39,7 @@ class Surroundings:
     state_bytes: int = 0  # of one request's recurrent state, beside its blocks
     need_tokens: int | None = None  # KV tokens that all requests together can use, if they are known
     need_seqs: int | None = None
+    block_size: int = BLOCK_SIZE  # the attention backend's usual one
 
 
 CPU_KV_CAP = 4 * 2**30  # a library in somebody's notebook does not fill the machine; kv_budget asks for more
@@ -58,7 +62,7 @@ def resolve(config: EngineConfig, around: Surroundings) -> ResolvedConfig:
         return value
 
     on_cpu = around.device_type == "cpu"
-    block_size = auto("block_size", 32, "32 tokens: little waste at the end, long enough rows to gather")
+    block_size = auto("block_size", around.block_size, "usual for the attention backend")
     max_model_len = auto("max_model_len", around.model_len, "the model's positions")
     fraction = config.max_memory_fraction
     fraction = (0.3 if on_cpu else 0.85) if fraction is None else fraction
@@ -109,6 +113,7 @@ def resolve(config: EngineConfig, around: Surroundings) -> ResolvedConfig:
         max_model_len=max_model_len,
         prefill_chunk=min(prefill_chunk, max_batch_tokens),
         prefix_caching=config.prefix_caching,
+        overlap=auto("overlap", not on_cpu, f"usual on {around.device_type}"),
         trace_steps=config.trace_steps,
         reasons=why,
     )

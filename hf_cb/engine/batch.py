@@ -13,20 +13,26 @@ import torch
 from torch import Tensor
 
 from hf_cb.core import NULL_BLOCK, GroupBatch, PlanPart, StepBatch, StepPlan
+from hf_cb.engine.flight import Unread
 
 
-def build(plan: StepPlan, num_groups: int, block_size: int, device: torch.device) -> StepBatch:
-    """Tensors on `device`."""
+def build(
+    plan: StepPlan, num_groups: int, block_size: int, device: torch.device, unread: Unread | None = None
+) -> StepBatch:
+    """Tensors on `device`. `unread`: the tokens of a step that is not committed yet, which this one is built on."""
     parts = plan.parts
     counts, starts = [p.num_tokens for p in parts], [p.start for p in parts]
     seq_lens = [start + count for start, count in zip(starts, counts, strict=True)]
     decodes = max(counts) == 1 and all(p.samples == 1 for p in parts)  # most steps: each part is one token and one row
-    ids = [t for p in parts for t in _token_ids(p)]
+    ids, carried = _ids(parts, unread)
     tables = [[p.request.tables[g] for p in parts] for g in range(num_groups)]
     flat, widths = zip(*map(_padded, tables), strict=True)
     columns = _decode_columns(starts, tables, block_size) if decodes else _columns(parts, flat, block_size)
     cu_seqlens, positions, rows, *slots = columns
-    input_ids, position_ids, logits_rows, *slot_mappings = _together([ids, positions, rows, *slots], np.int64, device)
+    longs = [ids, positions, rows, *carried, *slots]
+    input_ids, position_ids, logits_rows, to, source, *slot_mappings = _together(longs, np.int64, device)
+    if unread is not None and isinstance(unread.tokens, Tensor) and len(to):
+        input_ids.index_copy_(0, to, unread.tokens.index_select(0, source).clamp(min=0))  # -1: its request fails
     cu_seqlens_q, lens, *block_tables = _together([cu_seqlens, seq_lens, *flat], np.int32, device)
     return StepBatch(
         requests=[p.request for p in parts],
@@ -77,9 +83,25 @@ def _columns(parts: Sequence[PlanPart], flat: Sequence[list[int]], block_size: i
     return [cu_seqlens, positions, rows, *(table[row_of_token, blocks] * block_size + offsets for table in tables)]
 
 
-def _token_ids(part: PlanPart) -> list[int]:
-    own = part.request.token_ids[part.start : part.start + part.num_tokens - len(part.drafts)]
-    return own + part.drafts if part.drafts else own
+def _ids(parts: Sequence[PlanPart], unread: Unread | None) -> tuple[list[int], tuple[list[int], list[int]]]:
+    """The token ids `[T]`, and for those that only the device knows their places here and their rows there."""
+    ids: list[int] = []
+    places: list[int] = []
+    rows: list[int] = []
+    for part in parts:
+        request, end = part.request, part.start + part.num_tokens - len(part.drafts)
+        ids += request.token_ids[part.start : end]
+        ids += part.drafts
+        if end > len(request.token_ids):
+            assert unread is not None
+            row = unread.row_of[request]
+            if isinstance(unread.tokens, list):
+                ids.append(unread.tokens[row])
+                continue
+            places.append(len(ids))
+            rows.append(row)
+            ids.append(0)
+    return ids, (places, rows)
 
 
 def _padded(tables: Sequence[list[int]]) -> tuple[list[int], int]:

@@ -9,34 +9,28 @@ from __future__ import annotations
 import time
 import traceback
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 import torch
 
-from hf_cb.core import FinishReason, PlanPart, Request, Status, StepPlan, StepRecord, Update
+from hf_cb.core import FinishReason, Request, Status, StepPlan, StepRecord, Update
 from hf_cb.engine import batch as batching
 from hf_cb.engine import records
+from hf_cb.engine.commits import Commits
+from hf_cb.engine.device_sampler import sampler_for
+from hf_cb.engine.flight import InFlight
 from hf_cb.engine.kv_cache import KVCache
 from hf_cb.engine.limits import fit
 from hf_cb.engine.policies import Policy
 from hf_cb.engine.recovery import Recovery
 from hf_cb.engine.runner import Runner
-from hf_cb.engine.sampler import Sampled, Sampler, SamplingStep
+from hf_cb.engine.sampler import Sampled, SamplingStep
 from hf_cb.engine.scheduler import Scheduler
 from hf_cb.engine.speculation import DraftSource
-from hf_cb.engine.stopping import check_stop, end_times, is_late
-from hf_cb.errors import ModelChangedError, describe
+from hf_cb.engine.stopping import end_times, is_late
+from hf_cb.errors import ModelChangedError
 from hf_cb.sizes import ResolvedConfig
-
-
-@dataclass
-class InFlight:
-    """A step that is launched and not yet committed."""
-
-    plan: StepPlan
-    sampled: list[list[Sampled]]
-    times: list[float]  # before plan, before build, before forward, before sample, after sample
 
 
 class Engine:
@@ -57,7 +51,10 @@ class Engine:
             runner.groups, config.num_blocks, config.block_size, config.prefix_caching and sharing, forks=sharing
         )
         self.scheduler = Scheduler(config, self.kv, policy, drafts if sharing else None)
-        self.sampler = sampler or Sampler()
+        self.sampler = sampler or sampler_for(runner.device)
+        self.commits = Commits(self.scheduler, self.kv, runner)
+        self.overlap = config.overlap and runner.overlaps and drafts is None
+        self._flight: InFlight | None = None  # where steps overlap: launched, and not yet committed
         self.records: deque[StepRecord] = deque(maxlen=config.trace_steps)
         self.recovery = Recovery()
         self.recovers = True  # False: what a step raises is raised
@@ -67,7 +64,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return bool(self.scheduler.running or self.scheduler.waiting or self._flight)
 
     def admit(self, request: Request) -> None:
         """Takes a request in.
@@ -84,20 +81,50 @@ class Engine:
             heappush(self._ends, (end, request.arrival, request))
         self.scheduler.add(request)
 
+    @torch.no_grad()
     def step(self) -> list[Update]:
-        """One step of the plain loop: what it changed, request by request."""
-        late = self.expire()
-        flight = self.launch()
-        return late + (self.commit(flight) if flight is not None else [])
+        """One step: what it changed, request by request. Where steps overlap, what the step before it changed."""
+        updates = self.expire()
+        before, self._flight = self._flight, None
+        if before is not None and not self._may_run_ahead(before):
+            updates += self.commit(before)
+            before = None
+        flight = self._start(before)
+        if before is not None:
+            updates += self.commit(before)  # while the device computes
+        if flight is not None:
+            self._sample(flight)
+            if self.overlap and any(part.request.in_flight for part in flight.plan.parts):
+                self._flight = flight
+            else:
+                updates += self.commit(flight)
+        return updates
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no step is launched whose commit is still to come."""
+        return self._flight is None
+
+    def settle(self) -> list[Update]:
+        """Commits what is launched, so that nothing is in flight: what that changed."""
+        before, self._flight = self._flight, None
+        return self.commit(before) if before is not None else []
 
     @torch.no_grad()
     def launch(self) -> InFlight | None:
         """Plans a step and runs it; None if nothing can run before an earlier step is committed."""
+        flight = self._start(None)
+        if flight is not None:
+            self._sample(flight)
+        return flight
+
+    def _start(self, before: InFlight | None) -> InFlight | None:
+        """Plan, build, forward. The step `before` is not committed yet: its tokens are taken as they come."""
         times = [time.perf_counter()]
         if self.scheduler.waiting:  # only who comes in can find what was computed with other weights
             self.runner.new_requests()
             self._check_weights()
-        plan = self._plan()
+        plan = self._plan(run_ahead=before is not None)
         if not plan.parts:
             if self.has_work and not any(r.in_flight for r in self.scheduler.running):
                 raise RuntimeError("The scheduler found nothing to run though requests wait: this is a bug in hf_cb.")
@@ -107,30 +134,43 @@ class Engine:
         for request in plan.admitted:
             request.started = request.started or times[0]
         times.append(time.perf_counter())
+        flight = InFlight(plan, times)
         try:
-            step_batch = batching.build(plan, len(self.kv.groups), self.config.block_size, self.runner.device)
-            step_batch.best_is_enough = self.sampler.best_is_enough(plan.parts)
+            tokens = before.unread() if before is not None else None
+            batch = batching.build(plan, len(self.kv.groups), self.config.block_size, self.runner.device, tokens)
+            batch.best_is_enough = self.sampler.best_is_enough(plan.parts)
             times.append(time.perf_counter())
-            logits = self.runner.forward(step_batch)
+            flight.logits = self.runner.forward(batch)
             times.append(time.perf_counter())
-            sampled = self.sampler.sample(logits, plan.parts)
+        except Exception as error:
+            flight.error = error
+        return flight
+
+    def _sample(self, flight: InFlight) -> None:
+        logits, flight.logits = flight.logits, None
+        try:
+            if flight.error is not None:
+                raise flight.error
+            assert logits is not None
+            flight.sampled = self.sampler.sample(logits, flight.plan.parts)
             self.recovery.succeeded(self.config.max_batch_tokens)
         except Exception as error:
             if not self.recovers:
                 raise
-            plan, sampled = self._recover(plan, error)
-        times += [time.perf_counter()] * (5 - len(times))
-        return InFlight(plan, sampled, times)
+            flight.error = None
+            flight.plan, flight.sampled = self._recover(flight.plan, error)
+        flight.times += [time.perf_counter()] * (5 - len(flight.times))
+
+    def _may_run_ahead(self, before: InFlight) -> bool:
+        return not (before.plan.short or self.recovery.groups or self.recovery.budget)
 
     @torch.no_grad()
     def commit(self, flight: InFlight) -> list[Update]:
         """Appends the sampled tokens, ends what is to end, gives blocks back, leaves a StepRecord."""
+        sampled = flight.read()
         began = time.perf_counter()
         held, cached = self.kv.pool.num_held, self.kv.pool.num_cached
-        updates = [
-            self._commit_part(part, sampled, began)
-            for part, sampled in zip(flight.plan.parts, flight.sampled, strict=True)
-        ]
+        found = [self.commits.part(part, s, began) for part, s in zip(flight.plan.parts, sampled, strict=True)]
         self.records.append(
             StepRecord(
                 step=self.num_steps,
@@ -141,12 +181,12 @@ class Engine:
                 blocks_allowed=self.kv.pool.num_blocks,
                 requests_allowed=self.config.max_num_seqs,
                 waiting=len(self.scheduler.waiting),
-                sampled=sum(len(s) for s in flight.sampled),
+                sampled=sum(len(s) for s in sampled),
                 **records.of_plan(flight.plan, flight.times),
             )
         )
         self.num_steps += 1
-        return updates
+        return [update for update in found if update is not None]
 
     def cancel(self, request: Request, reason: FinishReason = "cancelled") -> Update | None:
         """Ends a request at once, or when the step that it is in is committed; None if there is nothing to tell yet."""
@@ -155,21 +195,18 @@ class Engine:
         if request.in_flight:
             request.cancelled = True
             return None
-        self._finish(request, reason)
+        self.commits.finish(request, reason)
         return Update(request, [])
 
     def fail(self, request: Request, error: Exception) -> None:
         """Ends a request with its error."""
-        traceback.clear_frames(error.__traceback__)  # they hold a step's logits
-        request.in_flight = 0
-        request.exception = error
-        self._finish(request, "error")
+        self.commits.fail(request, error)
 
     def drop_all(self) -> None:
         """Takes every request out, in the middle of whatever it was."""
+        self._flight = None
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
-            request.in_flight = 0
-            self._take_out(request)
+            self.commits.take_out(request)
 
     def expire(self) -> list[Update]:
         """Ends the requests whose time is up."""
@@ -180,7 +217,7 @@ class Engine:
             if request.in_flight:
                 busy.append(entry)
             elif request.status is not Status.FINISHED and is_late(request, now):
-                self._finish(request, "timeout")
+                self.commits.finish(request, "timeout")
                 late.append(Update(request, []))
         for entry in busy:
             heappush(self._ends, entry)
@@ -197,10 +234,10 @@ class Engine:
         assert self.kv.pool.num_held == 0, f"{self.kv.pool.num_held} blocks are held by nobody"
         self.kv.pool.check_integrity()
 
-    def _plan(self) -> StepPlan:
+    def _plan(self, run_ahead: bool) -> StepPlan:
         group, budget = self.recovery.current(), self.recovery.budget
         if group is None:
-            return self.scheduler.plan(budget=budget)
+            return self.scheduler.plan(budget=budget, run_ahead=run_ahead)
         plan = StepPlan() if group.relieved else self.scheduler.plan(group.goals, budget)
         if plan.parts or any(r.in_flight for r in group.goals):
             return plan
@@ -217,6 +254,7 @@ class Engine:
             The error itself, if it is not about requests.
         """
         traceback.clear_frames(error.__traceback__)  # they hold activations
+        plan.parts = [part for part in plan.parts if part.request.status is not Status.FINISHED]
         for part in plan.parts:
             self._give_way(part.request)
         culprit = None if isinstance(error, ModelChangedError) else self.recovery.after(plan, error)
@@ -226,63 +264,9 @@ class Engine:
         return StepPlan(parts, plan.preempted, plan.admitted), [[Sampled(-1, exception=error)] for _ in parts]
 
     def _give_way(self, request: Request) -> None:
-        request.in_flight = 0
         request.fork_of = None  # which may run in another group
         self.scheduler.preempt(request)
         self.runner.forget(request)
-
-    def _commit_part(self, part: PlanPart, sampled: list[Sampled], now: float) -> Update:
-        request, since = part.request, part.start
-        request.in_flight = 0
-        if request.cancelled:
-            self._finish(request, "cancelled")
-            return Update(request, [])
-        request.num_computed = part.start + part.num_tokens - len(part.drafts)
-        new_ids: list[int] = []
-        reason: FinishReason | None = None
-        for i, found in enumerate(sampled):
-            failure = found.exception
-            if failure is None:
-                new_ids.append(found.token_id)
-                try:
-                    reason = self._append(request, found, now)
-                except Exception as error:  # a request's own stop check: it ends that request and nobody else's
-                    failure = error
-                except BaseException as error:  # this thread gets no signals: it is the stop check's own
-                    failure = RuntimeError(f"A stop check of this request raised {describe(error)}.")
-            if failure is not None:
-                self.fail(request, failure)
-                return Update(request, new_ids)
-            if reason is not None or i == len(part.drafts) or part.drafts[i] != found.token_id:
-                break
-            request.num_computed += 1  # the draft was right, so its keys and values are too
-        self.kv.publish(request, since)
-        if reason is not None:
-            self._finish(request, reason)
-        elif (regime := self.runner.key_regime(request)) != request.regime:
-            self.kv.restart(request, regime)
-            self.runner.forget(request)
-        return Update(request, new_ids)
-
-    def _append(self, request: Request, found: Sampled, now: float) -> FinishReason | None:
-        request.token_ids.append(found.token_id)
-        request.timestamps.append(now)
-        request.first_token = request.first_token or now
-        if found.logprob is not None:
-            request.logprobs.append(found.logprob)
-        return check_stop(request, now)
-
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        self._take_out(request)
-        request.finish_reason = reason
-        request.finished = time.perf_counter()
-        records.fill_metrics(request)
-
-    def _take_out(self, request: Request) -> None:
-        self.scheduler.remove(request)
-        self.runner.forget(request)
-        # processors may hold much, and a handle may keep the request for long
-        request.params = replace(request.params, process=None, stop_checks=())
 
     def _check_weights(self) -> None:
         if self.kv.prefix_caching:

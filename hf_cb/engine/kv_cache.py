@@ -157,17 +157,17 @@ class KVCache:
                 done.new_blocks.append((i, block))
         return done
 
-    def publish(self, request: Request, since: int) -> None:
-        """After a step that computed the tokens from `since` to `num_computed`: full blocks become findable, and blocks
-        that no window reaches any more go back."""
+    def publish(self, request: Request, since: int, upto: int) -> None:
+        """After a step that computed the tokens [since, upto): full blocks become findable, and blocks that no window
+        reaches any more go back."""
         if self.prefix_caching:
-            full = request.num_computed // self.block_size
+            full = upto // self.block_size
             self._hash(request, full)
             for i in range(since // self.block_size, full):
                 tokens = self._tokens(request, i)
                 for group, table in enumerate(request.tables):
                     self.pool.publish(table[i], (group, request.block_hashes[i]), tokens)
-        self._leave_window(request)
+        self._leave_window(request, upto)
 
     def free(self, request: Request) -> None:
         """Everything goes back; the ends of tables first, so that beginnings are evicted last."""
@@ -182,11 +182,11 @@ class KVCache:
         request.block_hashes.clear()
         request.regime = regime
 
-    def _leave_window(self, request: Request) -> None:
+    def _leave_window(self, request: Request, position: int) -> None:
         for group, table in zip(self.groups, request.tables, strict=True):
             if group.window is None and group.chunk is None:
                 continue
-            i = group.oldest_needed(request.num_computed) // self.block_size - 1
+            i = group.oldest_needed(position) // self.block_size - 1
             while i >= 0 and i < len(table) and table[i] != NULL_BLOCK:
                 self.pool.release([table[i]])
                 table[i] = NULL_BLOCK

@@ -25,6 +25,12 @@ class Runner(Protocol):
         ...
 
     @property
+    def overlaps(self) -> bool:
+        """Whether a step may be launched while the tokens of the one before it are unknown to the host: nothing but the
+        input ids depends on them."""
+        ...
+
+    @property
     def device(self) -> torch.device: ...
 
     def forward(self, batch: StepBatch) -> Tensor:

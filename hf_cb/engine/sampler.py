@@ -7,7 +7,7 @@ computed from seed and position, so a request's tokens survive any batching, pre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,15 +30,24 @@ class Sampled:
     exception: Exception | None = None
 
 
+@dataclass
+class Drawing:
+    """What a device has been told to sample: tokens `[S]` int64 there, -1 for a row with a NaN. `read` waits for them,
+    and gives one list a part."""
+
+    tokens: Tensor
+    read: Callable[[], list[list[Sampled]]]
+
+
 class SamplingStep(Protocol):
-    """Samples the rows of a step: logits `[S, V]`; each part has `samples` rows, in order. One list a part.
+    """Samples the rows of a step: logits `[S, V]`; each part has `samples` rows, in order. One list a part, or Drawing.
 
     Where it has said that the best token of each row is enough, it may get those, int64 `[S]`: -1 for a row with a NaN.
     """
 
     def best_is_enough(self, parts: Sequence[PlanPart]) -> bool: ...
 
-    def sample(self, logits: Tensor, parts: Sequence[PlanPart]) -> list[list[Sampled]]: ...
+    def sample(self, logits: Tensor, parts: Sequence[PlanPart]) -> list[list[Sampled]] | Drawing: ...
 
 
 class Sampler:
@@ -53,12 +62,12 @@ class Sampler:
         self._workspace = lib.Workspace(found) if found else None
 
     def best_is_enough(self, parts: Sequence[PlanPart]) -> bool:
-        return all(_is_plain(p.request) and not p.request.params.logprobs for p in parts if p.samples)
+        return all(is_plain(p.request) and not p.request.params.logprobs for p in parts if p.samples)
 
-    def sample(self, logits: Tensor, parts: Sequence[PlanPart]) -> list[list[Sampled]]:
+    def sample(self, logits: Tensor, parts: Sequence[PlanPart]) -> list[list[Sampled]] | Drawing:
         if logits.dim() == 1:
             tokens = iter(logits.tolist())
-            return [[_drawn(next(tokens), None) for _ in range(part.samples)] for part in parts]
+            return [[drawn(next(tokens), None) for _ in range(part.samples)] for part in parts]
         found = self._at_once(logits, parts)
         results: list[list[Sampled]] = []
         row = 0
@@ -68,7 +77,7 @@ class Sampler:
             for i in range(part.samples):
                 sampled = found.get(row)
                 if sampled is None:
-                    sampled = _sample_row(logits[row], part.request, ids + part.drafts[:i])
+                    sampled = sample_row(logits[row], part.request, ids + part.drafts[:i])
                 results[-1].append(sampled)
                 row += 1
         return results
@@ -78,10 +87,10 @@ class Sampler:
         if self._table is not None and self._workspace is not None and logits.device.type == "cpu":
             draws = _draws(parts)
             scores = logits.float() if draws else logits
-            drawn = op.sample(self._table, self._workspace, scores, draws, torch.get_num_threads()) if draws else []
-            return {d.row: _drawn(token, p if d.logprobs else None) for d, (token, p) in zip(draws, drawn, strict=True)}
+            tokens = op.sample(self._table, self._workspace, scores, draws, torch.get_num_threads()) if draws else []
+            return {d.row: drawn(token, p if d.logprobs else None) for d, (token, p) in zip(draws, tokens, strict=True)}
         rows = [part.request for part in parts for _ in range(part.samples)]
-        plain = [i for i, request in enumerate(rows) if _is_plain(request)]
+        plain = [i for i, request in enumerate(rows) if is_plain(request)]
         if not plain:
             return {}
         picked = logits if len(plain) == len(rows) else logits[torch.tensor(plain, device=logits.device)]
@@ -94,7 +103,7 @@ def _draws(parts: Sequence[PlanPart]) -> list[op.Draw]:
     for part in parts:
         request, params = part.request, part.request.params
         for place in range(len(request.token_ids), len(request.token_ids) + part.samples):
-            if _is_plain(request):
+            if is_plain(request):
                 draws.append(op.Draw(row, greedy=True, logprobs=params.logprobs))
             elif params.do_sample and params.warpers is not None:
                 w = params.warpers
@@ -104,13 +113,15 @@ def _draws(parts: Sequence[PlanPart]) -> list[op.Draw]:
     return draws
 
 
-def _drawn(token: int, logprob: float | None) -> Sampled:
+def drawn(token: int, logprob: float | None) -> Sampled:
+    """The result of a row that a kernel has sampled: a negative token says why there is none."""
     if token >= 0:
         return Sampled(token, logprob)
     return Sampled(0, exception=_not_a_number() if token == op.NOT_A_NUMBER else _no_token())
 
 
-def _is_plain(request: Request) -> bool:
+def is_plain(request: Request) -> bool:
+    """Whether the largest of its raw logits is a request's next token."""
     params = request.params
     return not params.do_sample and params.process is None
 
@@ -131,7 +142,8 @@ def _greedy(logits: Tensor, requests: list[Request]) -> list[Sampled]:
     return out
 
 
-def _sample_row(logits: Tensor, request: Request, ids: list[int]) -> Sampled:
+def sample_row(logits: Tensor, request: Request, ids: list[int]) -> Sampled:
+    """The next token after `ids` from its logits `[V]`, by the request's own processors."""
     params = request.params
     scores = logits[None].float()
     try:

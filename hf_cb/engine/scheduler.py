@@ -34,9 +34,11 @@ class Scheduler:
         (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
         request.status = Status.FINISHED
 
-    def plan(self, only: Collection[Request] | None = None, budget: int | None = None) -> StepPlan:
+    def plan(
+        self, only: Collection[Request] | None = None, budget: int | None = None, run_ahead: bool = False
+    ) -> StepPlan:
         """The next step, of these requests only, with at most `budget` tokens. Requests of a step that is not committed
-        yet are left out."""
+        yet are left out, unless they may `run_ahead`: on a token that is sampled and not yet read."""
         plan = StepPlan()
         left = allowed = budget or self.config.max_batch_tokens
         planned: dict[Request, PlanPart] = {}
@@ -49,7 +51,7 @@ class Scheduler:
             if closed and not unasked:
                 break  # only new requests are left, perhaps thousands, and none may start
             unasked -= request.status is Status.RUNNING
-            if request.in_flight or request in plan.preempted:
+            if (request.in_flight and not (run_ahead and _goes_on(request))) or request in plan.preempted:
                 continue
             if left == 0:
                 plan.bound_by = plan.bound_by or "tokens"
@@ -61,7 +63,7 @@ class Scheduler:
                     continue
                 part = self._admit(request, left, plan)
             else:
-                part = self._continue(request, left, plan, planned)
+                part = self._continue(request, left, plan, planned, run_ahead)
             if part is not None:
                 planned[request] = part
                 left -= part.num_tokens
@@ -71,7 +73,9 @@ class Scheduler:
                 plan.bound_by = plan.bound_by or "tokens"
         plan.parts = list(planned.values())
         for part in plan.parts:
-            part.request.in_flight = part.num_tokens
+            part.request.in_flight += part.num_tokens
+            part.request.num_computed += part.num_tokens
+            part.request.ahead += part.samples > 0
         return plan
 
     def _admit(self, request: Request, left: int, plan: StepPlan) -> PlanPart | None:
@@ -106,10 +110,13 @@ class Scheduler:
         return part
 
     def _continue(
-        self, request: Request, left: int, plan: StepPlan, planned: dict[Request, PlanPart]
+        self, request: Request, left: int, plan: StepPlan, planned: dict[Request, PlanPart], run_ahead: bool
     ) -> PlanPart | None:
         while (part := self._part(request, left)) is None:
             plan.bound_by = "blocks"
+            if run_ahead and any(r.in_flight for r in self.running):
+                plan.short = True  # who is to give way shows when all steps are committed
+                return None
             victim = self.policy.victim([r for r in self.running if not r.in_flight])
             self.preempt(victim)
             plan.preempted.append(victim)
@@ -122,7 +129,7 @@ class Scheduler:
         """Back to the queue with no blocks; what it has generated is kept and computed again with its prompt."""
         self.kv.free(request)
         self.running.remove(request)
-        request.num_computed = 0
+        request.num_computed = request.in_flight = request.ahead = 0
         request.status = Status.WAITING
         request.metrics.preemptions += 1
         self.add(request)
@@ -151,3 +158,8 @@ class Scheduler:
             new_blocks=allocation.new_blocks,
             copies=allocation.copies,
         )
+
+
+def _goes_on(request: Request) -> bool:
+    """Whether a request will be alive after the steps that it is in, as far as is known before their tokens are."""
+    return not request.cancelled and request.num_output + request.ahead < request.params.max_new_tokens

@@ -67,13 +67,11 @@ class EngineLoop:
         switch_interval: float | None,
         train_mode_timeout: float,
     ) -> None:
-        self.engine = engine
-        self.model = model
+        self.engine, self.model = engine, model
         self.fatal_error: BaseException | None = None
         # requests that nobody waits for any more: appended without a lock, by handles that are being collected
         self.dropped: deque[list[Request]] = deque()
-        self._deliver = deliver
-        self._cancel = cancel
+        self._deliver, self._cancel = deliver, cancel
         self._num_threads = num_threads
         self._switch_interval = switch_interval
         self._train_mode_timeout = train_mode_timeout
@@ -262,10 +260,12 @@ class EngineLoop:
             for requests in dropped:
                 self._cancel(requests)
             training = self._is_training()
+            if self._pausers or training:
+                self._deliver(self.engine.settle(), None)
             with self._lock:
                 if self._stopping == "hard":
                     return "end"
-                if self._pausers:
+                if self._pausers and self.engine.is_settled:
                     self.engine.runner.lend()
                     self._paused = True
                     self._changed.notify_all()

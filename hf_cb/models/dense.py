@@ -38,7 +38,7 @@ class DenseModel:
         recompute: keep no cache, and compute the whole sequence for every token.
     """
 
-    shares_prefixes = False
+    shares_prefixes = overlaps = False
 
     def __init__(self, model: PreTrainedModel, batched: bool = False, recompute: bool = False) -> None:
         self.model = model

@@ -85,6 +85,10 @@ class PagedModel:
         """Whether a request can go on from another's keys and values: not where it also needs that one's states."""
         return self.states is None
 
+    @property
+    def overlaps(self) -> bool:
+        return self.states is None and self.rope is None
+
     def key_regime(self, request: Request) -> Hashable:
         return self.rope.regime(request) if self.rope is not None else None
 

@@ -18,7 +18,7 @@ VOCAB = 1000
 class FakeRunner:
     groups = [LayerGroup(layers=(0,), storages=(0,))]
     device = torch.device("cpu")
-    shares_prefixes = True
+    shares_prefixes = overlaps = True
 
     def __init__(self) -> None:
         self.batches: list[StepBatch] = []

@@ -25,7 +25,7 @@ def compute(kv: KVCache, r: Request, num_tokens: int) -> None:
     """As a step would: room, keys and values, publication."""
     assert kv.allocate(r, num_tokens) is not None
     since, r.num_computed = r.num_computed, r.num_computed + num_tokens
-    kv.publish(r, since)
+    kv.publish(r, since, r.num_computed)
 
 
 def test_tables_grow_by_whole_blocks() -> None:

@@ -1,0 +1,140 @@
+"""Sampling on a GPU: the tokens stay there, as the next step's inputs, and the host reads them when it commits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from hf_cb.core import PlanPart, Request
+from hf_cb.engine.sampler import Drawing, Sampled, Sampler, drawn, is_plain, sample_row
+
+# logits [S, V] and each row's temperature, top_k, top_p, min_p, seed, position [S] -> tokens, log-probabilities [S]
+Draw = Callable[..., tuple[Tensor, Tensor]]
+
+
+class DeviceSampler(Sampler):
+    """Greedy rows, and with `draw` those with the four common warpers, are sampled where the logits are.
+
+    Rows with other processors are sampled one by one: which way a row goes depends on its own request alone.
+    """
+
+    def __init__(self, draw: Draw | None = None) -> None:
+        super().__init__(native=False)
+        self._draw = draw
+
+    def sample(self, logits: Tensor, parts: Sequence[PlanPart]) -> list[list[Sampled]] | Drawing:
+        counts = [part.samples for part in parts]
+        rows = [(part, i) for part in parts for i in range(part.samples)]
+        if logits.dim() == 1:
+            return _drawing(logits, None, rows, counts)
+        here = [i for i, (part, _) in enumerate(rows) if self._is_here(part.request)]
+        if len(here) == len(rows):
+            return _drawing(*self._at_device(logits, rows), rows, counts)
+        found: dict[int, Sampled] = {}
+        if here:
+            chosen = [rows[i] for i in here]
+            tokens, logprobs = self._at_device(logits[torch.tensor(here, device=logits.device)], chosen)
+            found = dict(zip(here, _read(tokens, logprobs, chosen), strict=True))
+        for i, (part, k) in enumerate(rows):
+            if i not in found:
+                found[i] = sample_row(logits[i], part.request, part.request.token_ids + part.drafts[:k])
+        return _by_part([found[i] for i in range(len(rows))], counts)
+
+    def _is_here(self, request: Request) -> bool:
+        params = request.params
+        return is_plain(request) or (self._draw is not None and params.do_sample and params.warpers is not None)
+
+    def _at_device(self, logits: Tensor, rows: list[tuple[PlanPart, int]]) -> tuple[Tensor, Tensor | None]:
+        if all(is_plain(part.request) for part, _ in rows):
+            return _greedy(logits, any(part.request.params.logprobs for part, _ in rows))
+        assert self._draw is not None
+        return self._draw(logits, *_settings(rows, logits.device))
+
+
+def _greedy(logits: Tensor, logprobs: bool) -> tuple[Tensor, Tensor | None]:
+    tokens = logits.argmax(-1)
+    best = logits.gather(1, tokens[:, None])[:, 0].float()
+    tokens = torch.where(best.isnan(), -1, tokens)
+    return tokens, best - logits.float().logsumexp(-1) if logprobs else None
+
+
+def _settings(rows: list[tuple[PlanPart, int]], device: torch.device) -> tuple[Tensor, ...]:
+    """Temperature, top_k, top_p, min_p, seed and position of each row; greedy ones have temperature 0."""
+    floats: list[list[float]] = []
+    longs: list[list[int]] = []
+    for part, i in rows:
+        w, place = part.request.params.warpers, len(part.request.token_ids) + i
+        if w is None or not part.request.params.do_sample:
+            floats.append([0.0, 1.0, 0.0])
+            longs.append([0, 0, place])
+        else:
+            floats.append([w.temperature, w.top_p, w.min_p])
+            longs.append([w.top_k, _signed(part.request.params.seed), place])
+    temperature, top_p, min_p = torch.tensor(floats).T.contiguous().to(device, non_blocking=True)
+    top_k, seeds, positions = torch.tensor(longs).T.contiguous().to(device, non_blocking=True)
+    return temperature, top_k.int(), top_p, min_p, seeds, positions
+
+
+def _signed(seed: int) -> int:
+    """Its lowest 64 bits, as an int64."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _drawing(
+    tokens: Tensor, logprobs: Tensor | None, rows: list[tuple[PlanPart, int]], counts: Sequence[int]
+) -> Drawing:
+    """The copy to the host starts at once, and only `read` waits for it."""
+    if tokens.device.type != "cuda":
+        return Drawing(tokens, lambda: _by_part(_read(tokens, logprobs, rows), counts))
+    copies = [None if t is None else t.to("cpu", non_blocking=True) for t in (tokens, logprobs)]
+    done = torch.cuda.Event()
+    done.record()
+
+    def read() -> list[list[Sampled]]:
+        done.synchronize()
+        assert copies[0] is not None
+        return _by_part(_read(copies[0], copies[1], rows), counts)
+
+    return Drawing(tokens, read)
+
+
+def _read(tokens: Tensor, logprobs: Tensor | None, rows: list[tuple[PlanPart, int]]) -> list[Sampled]:
+    values = [None] * len(rows) if logprobs is None else logprobs.tolist()
+    return [
+        drawn(token, value if part.request.params.logprobs else None)
+        for token, value, (part, _) in zip(tokens.tolist(), values, rows, strict=True)
+    ]
+
+
+def _by_part(sampled: Sequence[Sampled], counts: Sequence[int]) -> list[list[Sampled]]:
+    return [list(sampled[a:b]) for a, b in pairwise(accumulate(counts, initial=0))]
+
+
+def sampler_for(device: torch.device) -> Sampler:
+    """The usual sampler of a model on that device."""
+    if device.type == "cpu":
+        return Sampler()
+    try:
+        from hf_cb.kernels.triton import sampling
+    except ImportError:  # no triton: rows that are not greedy are sampled one by one
+        return DeviceSampler()
+
+    def draw(logits: Tensor, temperature: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        top_k, top_p, min_p, seeds, positions = rest
+        logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        tokens = sampling.sample(
+            logits,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seeds=seeds,
+            positions=positions,
+            logprobs_out=logprobs,
+        )
+        return tokens, logprobs
+
+    return DeviceSampler(draw)
