@@ -260,7 +260,15 @@ def _wrap_all() -> None:
     if blocks := getattr(masks, "blockwise_overlay", None):  # not in every version
         images = with_spec(blocks, lambda ids: None if bool((ids >= 0).any()) else NOTHING)
         _replace(masks, "blockwise_overlay", images)
-    # within one request of a step positions rise by one, so a packed mask adds nothing to what it overlays
+    find_packed = masks.find_packed_sequence_indices
+
+    @functools.wraps(find_packed)
+    def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
+        # not asked in a step, where it would make the host wait for the device
+        return None if _STEP.get() is not None else find_packed(position_ids)
+
+    _replace(masks, "find_packed_sequence_indices", find_packed_sequence_indices)
+    # where a model builds one: within one request positions rise by one, so it adds nothing to what it overlays
     packed = masks.packed_sequence_mask_function
     _replace(masks, "packed_sequence_mask_function", with_spec(packed, lambda _: MaskSpec()))
     if remap := getattr(masks, "remap_positions_for_packed_sequence", None):  # from 5.24 on

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_cb.core import PlanPart, Request
 from hf_cb.engine.sampler import Drawing, Sampled, Sampler, drawn, is_plain, sample_row
+from hf_cb.kernels.reference.sampling import best_tokens
 
 # logits [S, V] and each row's temperature, top_k, top_p, min_p, seed, position [S] -> tokens, log-probabilities [S]
 Draw = Callable[..., tuple[Tensor, Tensor]]
@@ -55,10 +56,8 @@ class DeviceSampler(Sampler):
 
 
 def _greedy(logits: Tensor, logprobs: bool) -> tuple[Tensor, Tensor | None]:
-    tokens = logits.argmax(-1)
-    best = logits.gather(1, tokens[:, None])[:, 0].float()
-    tokens = torch.where(best.isnan(), -1, tokens)
-    return tokens, best - logits.float().logsumexp(-1) if logprobs else None
+    tokens, best = best_tokens(logits)
+    return tokens, best.float() - logits.float().logsumexp(-1) if logprobs else None
 
 
 def _settings(rows: list[tuple[PlanPart, int]], device: torch.device) -> tuple[Tensor, ...]:
@@ -87,16 +86,17 @@ def _drawing(
     tokens: Tensor, logprobs: Tensor | None, rows: list[tuple[PlanPart, int]], counts: Sequence[int]
 ) -> Drawing:
     """The copy to the host starts at once, and only `read` waits for it."""
-    if tokens.device.type != "cuda":
-        return Drawing(tokens, lambda: _by_part(_read(tokens, logprobs, rows), counts))
-    copies = [None if t is None else t.to("cpu", non_blocking=True) for t in (tokens, logprobs)]
-    done = torch.cuda.Event()
-    done.record()
+    there = tokens.to("cpu", non_blocking=True, copy=True)
+    values = None if logprobs is None else logprobs.to("cpu", non_blocking=True, copy=True)
+    done = None
+    if tokens.device.type == "cuda":
+        done = torch.cuda.Event()
+        done.record()
 
     def read() -> list[list[Sampled]]:
-        done.synchronize()
-        assert copies[0] is not None
-        return _by_part(_read(copies[0], copies[1], rows), counts)
+        if done is not None:
+            done.synchronize()
+        return _by_part(_read(there, values, rows), counts)
 
     return Drawing(tokens, read)
 

@@ -100,6 +100,9 @@ class PagedModel:
     def forward(self, batch: StepBatch) -> Tensor:
         """The logits `[S, V]` of the batch's `logits_rows`; keys and values go to the cache on the way."""
         self._prepare_blocks(batch)
+        return self._compute(batch)
+
+    def _compute(self, batch: StepBatch) -> Tensor:
         wanted = {"logits_to_keep": batch.logits_rows} if self._picks_rows else {}
         drivers = [driver for driver in (self.states, self.rope) if driver is not None]
         drives = {module: drive for driver in drivers for module, drive in driver.drives(batch).items()}
@@ -159,7 +162,8 @@ def _version_of(tensor: Tensor) -> object:
     if not hasattr(tensor, "__tensor_flatten__"):
         return mark_of(tensor)
     version = -1 if tensor.is_inference() else tensor._version
-    return version, [_version_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
+    inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return version, [_version_of(t) for t in inside if isinstance(t, Tensor)]
 
 
 class _PagedStep:

@@ -1,0 +1,162 @@
+"""A PagedModel whose decode steps are recorded once for each of some batch sizes, and replayed.
+
+A step of a small model is thousands of kernel launches, and telling a GPU to do them takes longer than doing them. A
+decode step always does the same, but for the numbers in its inputs: so the inputs get a fixed place, a batch is padded
+to the next size of the ladder, and everything from the ids to the logits (or the best tokens) is one replay. Rows of
+padding write nothing, and read one key of the null block. Steps with prompt chunks run as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_cb.core import NULL_BLOCK, GroupBatch, StepBatch
+from hf_cb.errors import describe
+from hf_cb.kernels.reference.sampling import best_tokens
+from hf_cb.models.capture import Capture
+from hf_cb.models.guard import Guard
+from hf_cb.models.paged import PagedModel
+
+logger = logging.getLogger("hf_cb")
+
+NO_SLOT = -1
+
+
+def ladder(most: int) -> list[int]:
+    """The batch sizes that are recorded, the largest first: at most a third of a batch is padding from 16 on."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
+    return sorted({most, *(size for size in sizes if size < most)}, reverse=True)
+
+
+class Inputs:
+    """A decode step's inputs of `size` rows, in a fixed place: those of a batch, and then rows of padding."""
+
+    def __init__(self, size: int, num_groups: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+        longs = torch.zeros(2 + num_groups, size, dtype=torch.int64, device=device)
+        longs[2:] = NO_SLOT
+        self._longs, self._padding = longs, longs.clone()
+        self._tables = torch.full((num_groups, size, max_blocks), NULL_BLOCK, dtype=torch.int32, device=device)
+        every_row = torch.arange(size + 1, device=device)
+        self.size = size
+        self.batch = StepBatch(
+            requests=[],
+            input_ids=longs[0],
+            position_ids=longs[1],
+            logits_rows=every_row[:-1],
+            cu_seqlens_q=every_row.int(),
+            seq_lens=torch.ones(size, dtype=torch.int32, device=device),
+            query_lens_list=[1] * size,
+            seq_lens_list=[max_blocks * block_size] * size,  # a bound: what is recorded holds for any length
+            groups=[GroupBatch(longs[2 + g], self._tables[g], [], []) for g in range(num_groups)],
+            block_size=block_size,
+        )
+
+    def clear(self) -> None:
+        """Nothing but padding: a row may have been a request before, whose slots are somebody else's now."""
+        self._longs.copy_(self._padding)
+        self._tables[:, :, 0] = NULL_BLOCK
+        self.batch.seq_lens.fill_(1)
+
+    def fill(self, batch: StepBatch) -> None:
+        """The inputs are that batch's, and padding behind it."""
+        self.clear()
+        rows = len(batch.seq_lens_list)
+        self.batch.input_ids[:rows].copy_(batch.input_ids)
+        self.batch.position_ids[:rows].copy_(batch.position_ids)
+        self.batch.seq_lens[:rows].copy_(batch.seq_lens)
+        for ours, theirs in zip(self.batch.groups, batch.groups, strict=True):
+            ours.slot_mapping[:rows].copy_(theirs.slot_mapping)
+            ours.block_table[:rows, : theirs.block_table.shape[1]].copy_(theirs.block_table)
+
+
+@dataclass
+class Recording:
+    """One size's inputs, what replays, and where the result is."""
+
+    inputs: Inputs
+    capture: Capture
+    out: Tensor
+
+
+class CapturedModel(PagedModel):
+    """See the module's docstring.
+
+    Args:
+        make_capture: an empty recording.
+        max_num_seqs: the largest batch.
+        max_blocks: the widest block table.
+    """
+
+    def __init__(self, make_capture: Callable[[], Capture], max_num_seqs: int, max_blocks: int, *args: Any) -> None:
+        super().__init__(*args)
+        self._make_capture = make_capture
+        self._sizes = ladder(max_num_seqs)
+        self._max_blocks = max_blocks
+        self._recordings: dict[Hashable, Recording] = {}
+        self._inputs: dict[int, Inputs] = {}
+        self._guard = Guard(self.model)
+        self._weights: object = None
+        self.why_not = "it has state beside its blocks, or rotary factors by length" if not self.overlaps else None
+
+    @torch.no_grad()
+    def forward(self, batch: StepBatch) -> Tensor:
+        recording = self._recording_for(batch)
+        if recording is None:
+            return super().forward(batch)
+        self._prepare_blocks(batch)
+        with self._turn:
+            recording.inputs.fill(batch)
+            recording.capture.replay()
+        return recording.out[: len(batch.seq_lens_list)]
+
+    def new_requests(self) -> None:
+        super().new_requests()
+        places = [t.data_ptr() for tensors in (self.model.parameters(), self.model.buffers()) for t in tensors]
+        if places != self._weights:
+            self._recordings.clear()  # they read where the weights were
+            self._weights = places
+
+    def _recording_for(self, batch: StepBatch) -> Recording | None:
+        rows = len(batch.seq_lens_list)
+        if self.why_not is not None or len(batch.input_ids) != rows or len(batch.logits_rows) != rows:
+            return None
+        if rows > self._sizes[0] or not self._guard.is_intact() or self._guard.has_hooks():
+            return None
+        size = next(size for size in reversed(self._sizes) if size >= rows)
+        key = self._key(size, batch.best_is_enough)
+        if key is not None and key not in self._recordings:
+            self._record(batch.best_is_enough)
+        return self._recordings.get(key)
+
+    def _key(self, size: int, best: bool) -> Hashable:
+        """Everything that Python decides in a step of that size; None: something cannot be recorded."""
+        inputs = self._inputs.get(size)
+        if inputs is None:
+            shape = (size, len(self.groups), self._max_blocks, self.block_size)
+            inputs = self._inputs[size] = Inputs(*shape, self.device)
+        kernels = self.backend.graph_key(inputs.batch)
+        return None if kernels is None else (size, best, kernels)
+
+    def _record(self, best: bool) -> None:
+        """All sizes, the largest first: the others then live in its memory."""
+        try:
+            for size in self._sizes:
+                key, inputs, capture = self._key(size, best), self._inputs[size], self._make_capture()
+                inputs.clear()  # what is recorded may also be computed
+                out = capture.record(functools.partial(self._compute_all, inputs.batch, best))
+                self._recordings[key] = Recording(inputs, capture, out)
+        except Exception as error:  # something in the model waits for the device, or decides by a value
+            self.why_not = describe(error)
+            self._recordings.clear()
+            logger.warning("%s's decode steps are not recorded: %s", type(self.model).__name__, self.why_not)
+
+    def _compute_all(self, batch: StepBatch, best: bool) -> Tensor:
+        logits = self._compute(batch)
+        return best_tokens(logits)[0] if best else logits

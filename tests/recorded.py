@@ -1,0 +1,85 @@
+"""A stand-in for CUDA graphs on any device: the operators of a step are noted, and done again on the same tensors. As
+in a graph, whatever Python decides in between is decided once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_cb.attention.reference import ReferenceBackend, Storage
+
+
+class Noting(TorchDispatchMode):
+    """Notes every operator with its arguments and results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple, dict, list[Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing")  # it waits for the device
+        self.calls.append((func, args, kwargs or {}, tree_leaves(out)))
+        return out
+
+
+class Recorded:
+    """A Capture: `replays` counts."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, tuple, dict, list[Any]]] = []
+        self.replays = 0
+
+    def record(self, work: Callable[[], Tensor]) -> Tensor:
+        with Noting() as noting:
+            out = work()
+        self.calls = noting.calls
+        return out
+
+    def replay(self) -> None:
+        self.replays += 1
+        for func, args, kwargs, results in self.calls:
+            for then, now in zip(results, tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(then, Tensor) and then.data_ptr() != now.data_ptr():
+                    then.copy_(now)
+
+
+class TensorBackend(ReferenceBackend):
+    """Decides nothing by a value, so that a step of it may be recorded: every row attends to its whole block table."""
+
+    name = "tensors"
+
+    def graph_key(self, batch: Any) -> Hashable:
+        return max(batch.query_lens_list)
+
+    def prepare(self, batch: Any, group: Any, device: torch.device) -> Any:
+        return batch, group
+
+    def attend(
+        self, storage: Storage, layer: Any, q: Tensor, k: Tensor, v: Tensor, meta: Any, sinks: Tensor | None
+    ) -> Tensor:
+        batch, group = meta
+        block, place = group.slot_mapping.clamp(min=0) // batch.block_size, group.slot_mapping % batch.block_size
+        written = (group.slot_mapping >= 0)[:, None, None]
+        for cache, new in ((storage.k, k), (storage.v, v)):
+            cache[block, :, place] = torch.where(written, new, cache[block, :, place])
+        tokens = torch.arange(len(q))
+        row = torch.searchsorted(batch.cu_seqlens_q[1:].contiguous(), tokens, right=True)
+        position = batch.seq_lens[row] - batch.cu_seqlens_q[row + 1] + tokens
+        keys, values = (
+            cache[group.block_table[row].long()].transpose(1, 2).flatten(2, 3) for cache in (storage.k, storage.v)
+        )
+        at = torch.arange(keys.shape[2])
+        seen = at <= position[:, None]
+        if layer.window is not None:
+            seen &= at > position[:, None] - layer.window
+        keys, values = (x.repeat_interleave(layer.num_heads // layer.num_kv_heads, 1) for x in (keys, values))
+        scores = torch.einsum("thd,thkd->thk", q, keys) * layer.scale
+        weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
+        return torch.einsum("thk,thkd->thd", weights, values)

@@ -1,0 +1,164 @@
+"""Decode steps that are recorded and replayed give the tokens of the model's own steps."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from recorded import Recorded, TensorBackend
+from tiny_models import generate_alone, greedy, make_model, make_prompts
+
+from hf_cb.attention import interception
+from hf_cb.config import EngineConfig
+from hf_cb.core import Request, SamplingParams
+from hf_cb.engine.device_sampler import DeviceSampler
+from hf_cb.engine.engine import Engine
+from hf_cb.models.captured import CapturedModel, ladder
+from hf_cb.models.plan import plan_paged
+
+PROMPTS = make_prompts([9, 1, 26, 14, 5])
+
+
+class Harness:
+    """A model, an engine whose decode steps are recorded, and the recordings."""
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        self.model, self.captures = model, []
+        options = dict(block_size=4, max_num_seqs=4, max_model_len=64) | options
+        plan = plan_paged(model, EngineConfig(**options))
+        config = plan.config
+        self.runner = CapturedModel(
+            self._capture,
+            config.max_num_seqs,
+            -(-config.max_model_len // config.block_size),
+            model,
+            plan.trace,
+            plan.groups,
+            TensorBackend(),
+            config.num_blocks,
+            config.block_size,
+        )
+        self.engine = Engine(self.runner, config, sampler=DeviceSampler())
+
+    def _capture(self) -> Recorded:
+        self.captures.append(Recorded())
+        return self.captures[-1]
+
+    @property
+    def replays(self) -> int:
+        return sum(capture.replays for capture in self.captures)
+
+    def tokens(self, prompts: list[list[int]], new: int = 10) -> list[list[int]]:
+        requests = [Request(f"r{i}", p, SamplingParams(new)) for i, p in enumerate(prompts)]
+        for r in requests:
+            self.engine.admit(r)
+        while self.engine.has_work:
+            self.engine.step()
+        assert [r.exception for r in requests] == [None] * len(requests)
+        self.engine.check_idle()
+        return [r.output_ids for r in requests]
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> Any:
+    interception.install()
+    yield
+    interception.uninstall()
+
+
+def want(model: Any, prompts: list[list[int]], new: int = 10) -> list[list[int]]:
+    return [generate_alone(model, p, greedy(new)) for p in prompts]
+
+
+def test_the_ladder_begins_with_the_largest_and_ends_with_one() -> None:
+    assert ladder(20) == [20, 16, 8, 4, 2, 1] and ladder(1) == [1] and ladder(256)[:3] == [256, 192, 128]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3"])  # the second has a window
+def test_tokens(family: str, overlap: bool) -> None:
+    harness = Harness(make_model(family), overlap=overlap)
+    assert harness.tokens(PROMPTS) == want(harness.model, PROMPTS)
+    assert harness.replays > 8 and harness.runner.why_not is None
+    recorded = len(harness.captures)
+    assert harness.tokens(PROMPTS[:2], 20) == want(harness.model, PROMPTS[:2], 20)
+    assert len(harness.captures) == recorded == len(ladder(4))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_with_few_blocks_and_cancellations(overlap: bool) -> None:
+    model, rng = make_model("Llama"), random.Random(3)
+    harness = Harness(model, overlap=overlap, num_blocks=14, max_batch_tokens=9)
+    requests = [Request(f"r{i}", p, SamplingParams(12)) for i, p in enumerate(PROMPTS)]
+    for r in requests:
+        harness.engine.admit(r)
+    while harness.engine.has_work:
+        harness.engine.step()
+        if rng.random() < 0.02:
+            harness.engine.cancel(rng.choice(requests))
+    for r, tokens in zip(requests, want(model, PROMPTS, 12), strict=True):
+        assert r.output_ids == tokens[: r.num_output] and (r.finish_reason == "cancelled" or r.num_output == 12)
+    assert harness.replays
+    harness.engine.check_idle()
+
+
+def test_log_probabilities_need_logits_which_are_recorded_apart() -> None:
+    harness = Harness(make_model("Llama"))
+    harness.tokens(PROMPTS[:1])
+    r = Request("r", PROMPTS[0], SamplingParams(6, logprobs=True))
+    harness.engine.admit(r)
+    while harness.engine.has_work:
+        harness.engine.step()
+    assert len(r.logprobs) == 6 and len(harness.captures) == 2 * len(ladder(4))
+    with torch.no_grad():
+        logits = harness.model(torch.tensor([r.token_ids])).logits[0].log_softmax(-1)
+    first = len(PROMPTS[0]) - 1
+    expected = [float(logits[first + i, t]) for i, t in enumerate(r.output_ids)]
+    assert torch.allclose(torch.tensor(r.logprobs), torch.tensor(expected), atol=1e-4)
+
+
+def test_a_hook_is_called_at_every_step() -> None:
+    harness, seen = Harness(make_model("Llama")), []
+    harness.tokens(PROMPTS[:1])
+    replays = harness.replays
+    handle = harness.model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+    harness.tokens(PROMPTS[:1])
+    assert len(seen) == 10 and harness.replays == replays
+    handle.remove()
+    harness.tokens(PROMPTS[:1])
+    assert harness.replays > replays
+
+
+def test_other_weights_are_recorded_anew() -> None:
+    harness = Harness(make_model("Llama"))
+    harness.tokens(PROMPTS[:1])
+    with torch.no_grad():
+        for p in harness.model.parameters():
+            p.data = p.data.roll(1, 0)
+    assert harness.tokens(PROMPTS) == want(harness.model, PROMPTS)
+
+
+def test_a_model_that_waits_for_the_device_is_not_recorded(caplog: Any) -> None:
+    model = make_model("Llama")
+    norm, forward = model.model.norm, type(model.model.norm).forward
+
+    class Waits(type(norm)):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return forward(self, x) if x.sum().item() == x.sum().item() else x
+
+    model.model.norm.__class__ = Waits
+    harness = Harness(model)
+    assert harness.tokens(PROMPTS) == want(model, PROMPTS)
+    assert "capturing" in harness.runner.why_not and "are not recorded" in caplog.text
+    assert not harness.replays
+
+
+def test_the_stand_in_decides_once_what_python_decides() -> None:
+    x, flips = torch.zeros(2), iter([1.0, 5.0])
+    capture = Recorded()
+    out = capture.record(lambda: x + next(flips))
+    x += 1
+    capture.replay()
+    assert out.tolist() == [2.0, 2.0]
