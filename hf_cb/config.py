@@ -28,6 +28,8 @@ CONVERTED = {
     "scheduler_type": "policy",
     "return_logprobs": "return_logprobs",
     "use_async_batching": "overlap",
+    "cpu_offload_space": "cpu_offload_space",
+    "use_cuda_graph": "cuda_graphs",
     "max_queue_size": "max_queue_size",
     "seed": "seed",
 }
@@ -36,7 +38,6 @@ CONVERTED = {
 NEUTRAL = frozenset(
     {
         "max_blocks_per_request",
-        "use_cuda_graph",
         "q_padding_interval_size",
         "kv_padding_interval_size",
         "varlen_compile_config",
@@ -69,9 +70,12 @@ class EngineConfig:
         max_model_len: positions of one request, the prompt's and those of all output tokens but the last, which is
             never fed back; the model's own number if None. An answer that reaches it ends with "length".
         prefill_chunk: most tokens of one prompt in a step.
+        cpu_offload_space: the host's memory for what requests have computed that give their KV blocks to others on a
+            GPU: bytes, or a string such as "8GiB". None: it is computed again.
         prefix_caching: reuse the blocks of equal prompt beginnings.
         overlap: launch each step while the one before it still runs, on tokens that only the device knows yet; a
             request that ends costs at most one token more. None: on a GPU. Answers are the same either way.
+        cuda_graphs: record decode steps once for each of some batch sizes, and replay them. None: on CUDA.
         policy: order in which requests are served: "fifo" or "prefill_first", or an object with `order` and `victim`.
         attention: "flash" (FlashAttention 2, 3 or 4, where installed), "triton", "torch_varlen" (PyTorch's own), "cpu"
             or "reference". None: for each kind of layer the fastest on its device that can compute it.
@@ -99,8 +103,10 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     prefill_chunk: int | None = None
+    cpu_offload_space: int | str | None = None
     prefix_caching: bool = True
     overlap: bool | None = None
+    cuda_graphs: bool | None = None
     policy: Any = "fifo"
     attention: str | None = None
     kv_dtype: Literal["int8"] | None = None
@@ -132,14 +138,17 @@ class EngineConfig:
         _check_number("train_mode_timeout", self.train_mode_timeout, least=0.0)
         if self.max_memory_fraction is not None:
             _check_number("max_memory_fraction", self.max_memory_fraction, least=0.0, most=1.0)
+        if self.cpu_offload_space:
+            self.cpu_offload_space = parse_bytes(self.cpu_offload_space, "cpu_offload_space")
         if self.kv_budget is not None:
             self.kv_budget = parse_bytes(self.kv_budget)
             if self.num_blocks is not None:
                 raise OptionError(
                     f"num_blocks={self.num_blocks} and kv_budget={self.kv_budget} both size the KV cache: give one."
                 )
-        if self.overlap is not None and not isinstance(self.overlap, bool):
-            raise OptionError(f"overlap must be True, False or None, not {self.overlap!r}.")
+        for name in ("overlap", "cuda_graphs"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} must be True, False or None, not {getattr(self, name)!r}.")
         for name in ("prefix_caching", "return_logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} must be True or False, not {getattr(self, name)!r}.")
@@ -183,17 +192,17 @@ class EngineConfig:
         return cls(**given)
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, name: str = "kv_budget") -> int:
     """Bytes of "2GiB", "500MB", "1e9" or a plain number; OptionError for anything else."""
     if isinstance(size, bool) or not isinstance(size, (int, float, str)):
-        raise OptionError(f'kv_budget must be bytes or a string such as "2GiB", not {size!r}.')
+        raise OptionError(f'{name} must be bytes or a string such as "2GiB", not {size!r}.')
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", str(size).lower())
     try:
         value = float(match[1]) * _UNITS[match[2]] if match else -1.0
     except (KeyError, ValueError):
         value = -1.0
     if not 1 <= value < 2**62:
-        raise OptionError(f'kv_budget must be a positive size such as "2GiB" or "500MB", not {size!r}.')
+        raise OptionError(f'{name} must be a positive size such as "2GiB" or "500MB", not {size!r}.')
     return int(value)
 
 
@@ -207,7 +216,7 @@ def _convert(config: Any) -> dict[str, Any]:
             continue
         if f.name not in CONVERTED:
             raise OptionError(f"ContinuousBatchingConfig.{f.name}={value!r} is not supported by hf_cb: leave it unset.")
-        options[CONVERTED[f.name]] = value
+        options[CONVERTED[f.name]] = f"{value}GiB" if f.name == "cpu_offload_space" else value
     return options
 
 

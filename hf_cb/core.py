@@ -63,13 +63,12 @@ class SamplingParams:
 
 @dataclass
 class RequestMetrics:
-    """Where a request's time went, in seconds, NaN until known. `ttft_s` runs from submission to the first token,
-    `itl_s` is the mean time between tokens after it."""
+    """Where a request's time went, in seconds, NaN until known."""
 
     queue_s: float = float("nan")
     prefill_s: float = float("nan")
-    ttft_s: float = float("nan")
-    itl_s: float = float("nan")
+    ttft_s: float = float("nan")  # from submission to the first token
+    itl_s: float = float("nan")  # the mean between tokens after it
     e2e_s: float = float("nan")
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -78,16 +77,13 @@ class RequestMetrics:
 
 @dataclass
 class GenerationOutput(_TransformersOutput):
-    """One sequence's result: transformers' fields, and the text, the reason it ended and where the time went.
+    """One sequence's result: transformers' fields, and the text, the reason it ended and where the time went."""
 
-    `index` is the place of its prompt in the inputs; `exception` is the error itself, where `error` is its message.
-    """
-
-    index: int = 0
+    index: int = 0  # of its prompt in the inputs
     text: str | None = None
     finish_reason: FinishReason | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    exception: Exception | None = field(default=None, repr=False)
+    exception: Exception | None = field(default=None, repr=False)  # `error` is its message
 
 
 @dataclass(frozen=True)
@@ -201,6 +197,7 @@ class PlanPart:
     was_decoding: bool = False
     new_blocks: list[tuple[int, int]] = field(default_factory=list)  # (group, block) taken for this part
     copies: list[tuple[int, int, int]] = field(default_factory=list)  # (group, source, destination): copy on write
+    loads: list[tuple[int, int, int]] = field(default_factory=list)  # (group, host block, block)
 
 
 @dataclass
@@ -209,6 +206,7 @@ class StepPlan:
 
     parts: list[PlanPart] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    saves: list[tuple[int, int, int]] = field(default_factory=list)  # of theirs: (group, block, host block)
     admitted: list[Request] = field(default_factory=list)
     bound_by: str | None = None  # the budget that kept work out: "tokens", "blocks", "requests", or None
     short: bool = False  # a running request needs blocks that come back only when a step is committed
@@ -223,13 +221,16 @@ class GroupBatch:
     """What the layers of one KV group need: where to write and where to read.
 
     `slot_mapping [T]` int64: block * block_size + offset of each new token. `block_table [R, max_blocks]` int32, padded
-    with NULL_BLOCK; blocks that a window has left behind are NULL_BLOCK too.
+    with NULL_BLOCK; blocks that a window has left behind are NULL_BLOCK too. Before the forward, in this order: blocks
+    saved to the host, copied, cleared, loaded from the host.
     """
 
     slot_mapping: Tensor
     block_table: Tensor
     copies: list[tuple[int, int]]
     cleared: list[int]
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    loads: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass

@@ -23,6 +23,10 @@ class ModelChangedError(HfCbError, RuntimeError):
     """The model is not what it was when its manager was made (moved, cast, patched): no request can go on."""
 
 
+class RankError(ModelChangedError):
+    """A process of a tensor-parallel model has failed, is gone or is out of step: nothing goes on with that model."""
+
+
 class IncompatibleTransformersError(HfCbError, ImportError):
     """The installed transformers lacks something that hf_cb builds on; the message names what."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_cb.config import EngineConfig
 from hf_cb.core import Delta, GenerationOutput
-from hf_cb.manager import calls, kept, session
+from hf_cb.manager import calls, following, kept, session
 from hf_cb.manager.manager import ContinuousBatchingManager
 from hf_cb.text.prompts import media_inputs
 
@@ -69,9 +69,15 @@ def generate_batch(
         generation_kwargs: any `GenerationConfig` option, `seed`, `attention_mask`, `chat_template_kwargs`,
             `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn`.
     """
-    batch = _batch(settings, self, inputs, generation_config, continuous_batching_config, tokenizer, generation_kwargs)
-    batch.persistent = persistent_manager
-    return calls.generate_batch(batch, record_timestamps=record_timestamps, progress_bar=progress_bar)
+
+    def call() -> dict[str, GenerationOutput]:
+        batch = _batch(
+            settings, self, inputs, generation_config, continuous_batching_config, tokenizer, generation_kwargs
+        )
+        batch.persistent = persistent_manager
+        return calls.generate_batch(batch, record_timestamps=record_timestamps, progress_bar=progress_bar)
+
+    return following.shared(self, "generate_batch", call)
 
 
 def stream_batch(
@@ -85,8 +91,8 @@ def stream_batch(
     **generation_kwargs: Any,
 ) -> Generator[Delta]:
     """Tokens and text of many prompts as they come; arguments as for `generate_batch`."""
-    batch = _batch(settings, self, inputs, generation_config, continuous_batching_config, tokenizer, generation_kwargs)
-    return calls.stream_batch(batch)
+    given = (settings, self, inputs, generation_config, continuous_batching_config, tokenizer, generation_kwargs)
+    return following.shared_stream(self, "stream_batch", lambda: calls.stream_batch(_batch(*given)))
 
 
 def iterate_batch(
@@ -100,8 +106,8 @@ def iterate_batch(
     **generation_kwargs: Any,
 ) -> Generator[GenerationOutput]:
     """Whole results as each finishes (see their `index`); arguments as for `generate_batch`. Inputs may be endless."""
-    batch = _batch(settings, self, inputs, generation_config, continuous_batching_config, tokenizer, generation_kwargs)
-    return calls.iterate_batch(batch)
+    given = (settings, self, inputs, generation_config, continuous_batching_config, tokenizer, generation_kwargs)
+    return following.shared_stream(self, "iterate_batch", lambda: calls.iterate_batch(_batch(*given)))
 
 
 def init_continuous_batching(
@@ -112,10 +118,14 @@ def init_continuous_batching(
     workload_hints: Any = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-) -> ContinuousBatchingManager:
+) -> ContinuousBatchingManager | following.FollowingManager:
     """A manager, not started; the kept one if there is one."""
-    config = settings.config_of(continuous_batching_config, generation_config)
-    return session.get_manager(self, config, settings.tokenizer_of(self, tokenizer), generation_config)
+
+    def call() -> ContinuousBatchingManager:
+        config = settings.config_of(continuous_batching_config, generation_config)
+        return session.get_manager(self, config, settings.tokenizer_of(self, tokenizer), generation_config)
+
+    return following.shared_manager(self, "init_continuous_batching", call)
 
 
 def continuous_batching_context_manager(
@@ -130,22 +140,26 @@ def continuous_batching_context_manager(
     workload_hints: Any = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-) -> AbstractContextManager[ContinuousBatchingManager]:
+) -> AbstractContextManager[ContinuousBatchingManager | following.FollowingManager]:
     """A running manager for a `with` block; at its end all requests are finished."""
-    return session.open_manager(
-        self,
-        settings.config_of(continuous_batching_config, generation_config),
-        settings.tokenizer_of(self, tokenizer),
-        persistent_manager,
-        generation_config=generation_config,
-        block=block,
-        timeout=timeout,
-    )
+
+    def call() -> AbstractContextManager[ContinuousBatchingManager]:
+        return session.open_manager(
+            self,
+            settings.config_of(continuous_batching_config, generation_config),
+            settings.tokenizer_of(self, tokenizer),
+            persistent_manager,
+            generation_config=generation_config,
+            block=block,
+            timeout=timeout,
+        )
+
+    return following.shared_session(self, "continuous_batching_context_manager", call)
 
 
 def destroy_cached_continuous_batching_manager(settings: Settings, self: Any) -> None:
     """Destroys the kept manager and frees its cache."""
-    kept.drop_kept_manager(self)
+    following.shared(self, "destroy_cached_continuous_batching_manager", lambda: kept.drop_kept_manager(self))
 
 
 METHODS = {

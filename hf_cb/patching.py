@@ -19,7 +19,7 @@ from hf_cb.attention import interception
 from hf_cb.config import EngineConfig
 from hf_cb.errors import IncompatibleTransformersError, OptionError
 from hf_cb.manager import explain as explaining
-from hf_cb.manager import kept
+from hf_cb.manager import following, kept
 from hf_cb.methods import METHODS, NEW, Settings
 from hf_cb.models import generation, stack
 from hf_cb.models.support import check_supported
@@ -110,7 +110,8 @@ def explain(model: PreTrainedModel) -> explaining.Explanation:
     """Which path, backend and sizes a model takes, and why; print it. Works on any model, patched or not."""
     with interception.installed():
         settings = _settings_of(model)
-        return explaining.explain(model, settings.config if settings else EngineConfig())
+        options = settings.config if settings else EngineConfig()
+        return following.shared(model, "explain", lambda: explaining.explain(model, options))
 
 
 @contextmanager

@@ -23,6 +23,8 @@ class ResolvedConfig:
     prefill_chunk: int
     prefix_caching: bool
     overlap: bool
+    cuda_graphs: bool
+    host_blocks: int
     trace_steps: int
     reasons: dict[str, str] = field(default_factory=dict)
 
@@ -42,6 +44,7 @@ class Surroundings:
     block_size: int = BLOCK_SIZE  # the attention backend's usual one
 
 
+USUAL_TOKENS, USUAL_SEQS = 8192, 256  # of a step on a GPU
 CPU_KV_CAP = 4 * 2**30  # a library in somebody's notebook does not fill the machine; kv_budget asks for more
 
 
@@ -69,13 +72,13 @@ def resolve(config: EngineConfig, around: Surroundings) -> ResolvedConfig:
     room = int(around.free_bytes * fraction)
     if on_cpu and config.max_memory_fraction is None:
         room = min(room, CPU_KV_CAP)
-    usual_seqs, why_seqs = 64 if on_cpu else 256, f"usual on {around.device_type}"
+    usual_seqs, why_seqs = 64 if on_cpu else USUAL_SEQS, f"usual on {around.device_type}"
     states = 2 * around.state_bytes  # a request's own, and its row in the batch of those that decode
     if usual_seqs * states > room // 2:
         usual_seqs = max(1, room // 2 // states)
         why_seqs = f"recurrent states of {around.state_bytes} bytes may take half of {room / 2**30:.2f} GiB"
     max_num_seqs = auto("max_num_seqs", usual_seqs, why_seqs)
-    max_batch_tokens = auto("max_batch_tokens", 512 if on_cpu else 8192, f"usual on {around.device_type}")
+    max_batch_tokens = auto("max_batch_tokens", 512 if on_cpu else USUAL_TOKENS, f"usual on {around.device_type}")
     prefill_chunk = auto("prefill_chunk", max_batch_tokens, "a prompt may use the whole step")
     seqs = max_num_seqs if around.need_seqs is None else min(max_num_seqs, around.need_seqs)
     # a block of slack for each request, since the last one is rarely full, and for a copy on write
@@ -105,6 +108,11 @@ def resolve(config: EngineConfig, around: Surroundings) -> ResolvedConfig:
             f"group; a block of {block_size} tokens takes {per_block} bytes): raise kv_budget or num_blocks, or free "
             f"memory."
         )
+    on_cuda = around.device_type == "cuda"
+    if config.cuda_graphs and not on_cuda:
+        raise OptionError(f"cuda_graphs=True needs a model on CUDA, and this one is on {around.device_type}: leave it.")
+    if config.cpu_offload_space and on_cpu:
+        raise OptionError("cpu_offload_space is for a model on a GPU: this one's KV cache is in the host's memory.")
     return ResolvedConfig(
         block_size=block_size,
         num_blocks=int(num_blocks),
@@ -114,6 +122,8 @@ def resolve(config: EngineConfig, around: Surroundings) -> ResolvedConfig:
         prefill_chunk=min(prefill_chunk, max_batch_tokens),
         prefix_caching=config.prefix_caching,
         overlap=auto("overlap", not on_cpu, f"usual on {around.device_type}"),
+        host_blocks=parse_bytes(config.cpu_offload_space) // per_block if config.cpu_offload_space else 0,
+        cuda_graphs=auto("cuda_graphs", on_cuda, f"usual on {around.device_type}"),
         trace_steps=config.trace_steps,
         reasons=why,
     )

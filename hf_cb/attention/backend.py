@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, Protocol
-
-from hf_cb.errors import OptionError
 
 if TYPE_CHECKING:
     import torch
@@ -15,12 +13,22 @@ if TYPE_CHECKING:
 
 
 class AttentionBackend(Protocol):
-    """Six methods; T query tokens of R requests are laid end to end, as in StepBatch.
+    """T query tokens of R requests are laid end to end, as in StepBatch.
 
     `storage` is whatever `allocate` returned: nobody else looks inside. Block 0 is never written.
+
+    `device_types`: where it is chosen without being asked for by name, as torch calls them; None: anywhere.
+    `block_multiple`: what block sizes must be a multiple of. `usual_block_size`: what they are if nobody gives one.
     """
 
     name: str
+    device_types: frozenset[str] | None
+    block_multiple: int
+    usual_block_size: int
+
+    def missing(self) -> str | None:
+        """What this machine lacks for it, or None."""
+        ...
 
     def unsupported(self, layer: LayerFacts) -> str | None:
         """Why this layer cannot be computed here, or None."""
@@ -34,6 +42,15 @@ class AttentionBackend(Protocol):
         """Storage of `num_blocks` blocks."""
         ...
 
+    def graph_key(self, batch: StepBatch) -> Hashable:
+        """What a step's launches depend on besides the shapes of its tensors: a captured step may be replayed for
+        another one if both have the same. None: steps cannot be captured.
+
+        For decodes it is the same whatever their lengths are. `prepare` is part of what is captured. Rows of padding
+        are requests of one token with slot -1, which is written nowhere, seq_len 1 and a table of NULL_BLOCK.
+        """
+        ...
+
     def prepare(self, batch: StepBatch, group: GroupBatch, device: torch.device) -> Any:
         """What all layers of a group on a device share in a step, computed once: handed to `attend` as `meta`."""
         ...
@@ -42,6 +59,10 @@ class AttentionBackend(Protocol):
         self, storage: Any, layer: LayerFacts, q: Tensor, k: Tensor, v: Tensor, meta: Any, sinks: Tensor | None
     ) -> Tensor:
         """Stores k `[T, Hkv, D]` and v `[T, Hkv, Dv]`, then attends with q `[T, Hq, D]`: returns `[T, Hq, Dv]`."""
+        ...
+
+    def tensors(self, storage: Any) -> list[Tensor]:
+        """A storage's tensors, `[num_blocks, ...]` each; none where blocks are not rows."""
         ...
 
     def copy_blocks(self, storage: Any, pairs: Tensor) -> None:
@@ -54,52 +75,17 @@ class AttentionBackend(Protocol):
 
 
 def backends() -> dict[str, type[AttentionBackend]]:
-    """The backends by name, the fastest first and the most general one last."""
+    """The backends by name, on each kind of device the fastest first, and the most general one last."""
     from hf_cb.attention.cpu import CpuBackend
+    from hf_cb.attention.flash import FlashBackend
     from hf_cb.attention.reference import ReferenceBackend
+    from hf_cb.attention.torch_varlen import TorchVarlenBackend
+    from hf_cb.attention.triton import TritonBackend
 
-    return {"cpu": CpuBackend, "reference": ReferenceBackend}
-
-
-def choose_backend(
-    name: str | None, layers: Sequence[LayerFacts], kv_dtype: str | None = None
-) -> tuple[AttentionBackend, str]:
-    """The backend for these layers and the reason: the one asked for, or the first that can do all of them.
-
-    `kv_dtype`: what the cache is kept in, if not in the layers' own dtype.
-
-    Raises:
-        OptionError: the one asked for is unknown or cannot do a layer; the message says which and why.
-    """
-    known = backends()
-    if name is not None and name not in known:
-        raise OptionError(f"attention={name!r} is unknown; the backends are {', '.join(known)}.")
-    if kv_dtype is not None:
-        return _quantising(name, layers, kv_dtype), f"the one that keeps keys and values in {kv_dtype}"
-    for candidate in [name] if name is not None else list(known):
-        backend = known[candidate]()
-        problem = _problem(backend, layers)
-        if problem is None:
-            return backend, "asked for" if name else "the first that can do all layers"
-        if name is not None:
-            raise OptionError(f"attention={name!r} cannot run this model: {problem}.")
-    raise OptionError(f"No attention backend can run this model: {problem}.")
-
-
-def _quantising(name: str | None, layers: Sequence[LayerFacts], kv_dtype: str) -> AttentionBackend:
-    from hf_cb.attention.cpu import CpuBackend
-
-    if name not in (None, CpuBackend.name):
-        raise OptionError(f"kv_dtype={kv_dtype!r} needs attention='cpu', not {name!r}: leave one of the two unset.")
-    backend = CpuBackend(kv_dtype)
-    problem = _problem(backend, layers)
-    if problem is not None:
-        raise OptionError(
-            f"kv_dtype={kv_dtype!r} needs the cpu backend, which cannot run this model: {problem}. "
-            f"Leave kv_dtype unset."
-        )
-    return backend
-
-
-def _problem(backend: AttentionBackend, layers: Sequence[LayerFacts]) -> str | None:
-    return next((why for layer in layers if (why := backend.unsupported(layer)) is not None), None)
+    return {
+        "flash": FlashBackend,
+        "triton": TritonBackend,
+        "torch_varlen": TorchVarlenBackend,
+        "cpu": CpuBackend,
+        "reference": ReferenceBackend,
+    }

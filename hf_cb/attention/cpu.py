@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import torch
 
 from hf_cb.kernels.cpu import library as lib
 from hf_cb.kernels.cpu import paged_attention as op
+from hf_cb.sizes import BLOCK_SIZE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,6 +64,9 @@ class CpuBackend:
     """
 
     name = "cpu"
+    device_types: frozenset[str] | None = frozenset({"cpu"})
+    block_multiple = 1
+    usual_block_size = BLOCK_SIZE
 
     def __init__(self, kv_dtype: str | None = None) -> None:
         self.kv_dtype = kv_dtype
@@ -69,9 +74,10 @@ class CpuBackend:
         self.table = found.best if found else None
         self.workspace = lib.Workspace(found) if found else None
 
+    def missing(self) -> str | None:
+        return f"hf_cb's compiled kernels are missing: {lib.problem()}" if self.table is None else None
+
     def unsupported(self, layer: LayerFacts) -> str | None:
-        if self.table is None:
-            return f"hf_cb's compiled kernels are missing: {lib.problem()}"
         if layer.device.type != "cpu":
             return f"it computes on {layer.device}"
         if layer.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -90,6 +96,9 @@ class CpuBackend:
         shape = (layer.num_kv_heads, layer.head_dim, layer.v_head_dim, block_size)
         dtype = torch.int8 if self.kv_dtype == "int8" else layer.dtype
         return Storage(op.allocate(num_blocks, *shape, dtype), block_size)
+
+    def graph_key(self, batch: StepBatch) -> Hashable:
+        return None
 
     def prepare(self, batch: StepBatch, group: GroupBatch, device: torch.device) -> Meta:
         return Meta(group.slot_mapping, group.block_table, batch.cu_seqlens_q, batch.seq_lens)
@@ -113,6 +122,9 @@ class CpuBackend:
             meta.seq_lens,
             torch.get_num_threads(),
         )
+
+    def tensors(self, storage: Storage) -> list[Tensor]:
+        return []
 
     def copy_blocks(self, storage: Storage, pairs: Tensor) -> None:
         for tensor in storage.cache:

@@ -6,6 +6,7 @@ two requests is ever computed, and no mask over the concatenation is built.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 
 from hf_cb.core import NULL_BLOCK
 from hf_cb.kernels.reference import paged_attention as op
+from hf_cb.sizes import BLOCK_SIZE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,6 +73,12 @@ class ReferenceBackend:
     """See the module's docstring; the methods are those of `AttentionBackend`."""
 
     name = "reference"
+    device_types: frozenset[str] | None = None
+    block_multiple = 1
+    usual_block_size = BLOCK_SIZE
+
+    def missing(self) -> str | None:
+        return None
 
     def unsupported(self, layer: LayerFacts) -> str | None:
         if layer.num_heads % layer.num_kv_heads:
@@ -87,6 +95,9 @@ class ReferenceBackend:
             for dim in (layer.head_dim, layer.v_head_dim)
         )
         return Storage(k, v)
+
+    def graph_key(self, batch: StepBatch) -> Hashable:
+        return None  # it looks at lengths in Python
 
     def prepare(self, batch: StepBatch, group: GroupBatch, device: torch.device) -> Meta:
         starts = [s - q for s, q in zip(batch.seq_lens_list, batch.query_lens_list, strict=True)]
@@ -125,6 +136,9 @@ class ReferenceBackend:
                 sinks,
             )
         return out
+
+    def tensors(self, storage: Storage) -> list[Tensor]:
+        return list(storage)
 
     def copy_blocks(self, storage: Storage, pairs: Tensor) -> None:
         source, target = pairs.to(storage.k.device).unbind(1)

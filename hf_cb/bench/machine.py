@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 import torch
 
-OPTIONAL = ("bitsandbytes", "flash-attn", "gguf", "kernels", "peft", "sentencepiece", "triton")
+FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
+OPTIONAL = ("bitsandbytes", *FLASH, "gguf", "kernels", "peft", "sentencepiece", "triton")
 
 
 def versions() -> dict[str, str]:

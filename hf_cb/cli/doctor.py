@@ -33,7 +33,6 @@ def run(args: argparse.Namespace) -> int:
 def _findings(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from hf_cb.attention.backend import backends
     from hf_cb.bench.machine import machine, optional_packages, versions
     from hf_cb.models.plan import free_memory
 
@@ -44,7 +43,7 @@ def _findings(args: argparse.Namespace) -> dict[str, Any]:
         "device": str(device),
         "machine": machine(),
         "free_memory_bytes": free_memory(device),
-        "attention_backends": list(backends()),
+        "attention": _attention(device),
         "native_kernels": _native_kernels(),
         "optional_packages": optional_packages(),
     }
@@ -59,6 +58,14 @@ def _transformers_problem() -> str | None:
         return str(error)
     unpatch()
     return None
+
+
+def _attention(device: Any) -> dict[str, Any]:
+    """The backend that a usual layer gets on this device, and for each backend why it cannot compute it, or None."""
+    from hf_cb.attention.choice import choose_backend, survey, usual_layer
+
+    backend, reason = choose_backend(None, [usual_layer(device)])
+    return {"chosen": backend.name, "reason": reason, "problems": survey(device)}
 
 
 def _native_kernels() -> dict[str, Any]:
@@ -88,7 +95,7 @@ def _explain(args: argparse.Namespace) -> dict[str, Any]:
 
 def _as_text(found: dict[str, Any]) -> str:
     machine, kernels = found["machine"], found["native_kernels"]
-    optional = found["optional_packages"].items()
+    attention, optional = found["attention"], found["optional_packages"].items()
     packages = [f"{name} {version}" for name, version in optional if version is not None]
     absent = [name for name, version in optional if version is None]
     lines = [
@@ -98,7 +105,8 @@ def _as_text(found: dict[str, Any]) -> str:
         f"processor: {machine['cpu']}, {machine['cpu_capability']}; {machine['cores']} cores, "
         f"{machine['torch_threads']} torch threads",
         f"free memory: {found['free_memory_bytes'] / 2**30:.2f} GiB",
-        "attention backends: " + ", ".join(found["attention_backends"]),
+        f"attention: {attention['chosen']} is chosen for bfloat16 heads of 128 ({attention['reason']})",
+        *(f"  {name}: {problem or 'available'}" for name, problem in attention["problems"].items()),
         "native kernels: "
         + (", ".join(kernels["variants"]) or f"{kernels['problem']}; torch's own operators do all the work"),
         f"optional packages: {', '.join(packages) or 'none'} (not installed: {', '.join(absent) or 'none'})",

@@ -49,6 +49,8 @@ def build(
                 block_table=block_tables[g].view(-1, widths[g]),
                 copies=[(source, target) for p in parts for group, source, target in p.copies if group == g],
                 cleared=[block for p in parts for group, block in p.new_blocks if group == g],
+                saves=[(block, to) for group, block, to in plan.saves if group == g],
+                loads=[(source, block) for p in parts for group, source, block in p.loads if group == g],
             )
             for g in range(num_groups)
         ],

@@ -233,6 +233,7 @@ class Engine:
         assert not self.has_work, "requests are alive"
         assert self.kv.pool.num_held == 0, f"{self.kv.pool.num_held} blocks are held by nobody"
         self.kv.pool.check_integrity()
+        self.scheduler.host.check_idle()
 
     def _plan(self, run_ahead: bool) -> StepPlan:
         group, budget = self.recovery.current(), self.recovery.budget
@@ -255,6 +256,8 @@ class Engine:
         """
         traceback.clear_frames(error.__traceback__)  # they hold activations
         plan.parts = [part for part in plan.parts if part.request.status is not Status.FINISHED]
+        for request in plan.preempted:
+            self.scheduler.host.drop(request)  # it may not have been copied
         for part in plan.parts:
             self._give_way(part.request)
         culprit = None if isinstance(error, ModelChangedError) else self.recovery.after(plan, error)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from hf_cb.core import NULL_BLOCK, Request
 from hf_cb.engine.block_pool import BlockPool
+from hf_cb.engine.host_blocks import Saved
 from hf_cb.models.groups import LayerGroup
 
 
@@ -168,6 +169,22 @@ class KVCache:
                 for group, table in enumerate(request.tables):
                     self.pool.publish(table[i], (group, request.block_hashes[i]), tokens)
         self._leave_window(request, upto)
+
+    def load(self, request: Request, saved: Saved) -> list[tuple[int, int, int]] | None:
+        """Blocks for what is saved of a request that holds nothing: copies to make, `(group, host block, block)`; None,
+        and no change, if the pool has too few."""
+        wanted = sum(host is not None for table in saved.tables for host in table)
+        if wanted > self.pool.num_available:
+            return None
+        request.tables = [
+            [NULL_BLOCK if host is None else self.pool.take() for host in table] for table in saved.tables
+        ]
+        return [
+            (group, host, block)
+            for group, (table, hosts) in enumerate(zip(request.tables, saved.tables, strict=True))
+            for block, host in zip(table, hosts, strict=True)
+            if host is not None
+        ]
 
     def free(self, request: Request) -> None:
         """Everything goes back; the ends of tables first, so that beginnings are evicted last."""

@@ -6,6 +6,7 @@ from bisect import insort
 from collections.abc import Collection
 
 from hf_cb.core import PlanPart, Request, Status, StepPlan
+from hf_cb.engine.host_blocks import HostBlocks
 from hf_cb.engine.kv_cache import KVCache
 from hf_cb.engine.policies import Fifo, Policy
 from hf_cb.engine.speculation import DraftSource, NoDrafts
@@ -22,6 +23,7 @@ class Scheduler:
         self.kv = kv
         self.policy = policy or Fifo()
         self.drafts = drafts or NoDrafts()
+        self.host = HostBlocks(config.host_blocks)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
 
@@ -31,6 +33,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """A request has ended: its blocks go back."""
         self.kv.free(request)
+        self.host.drop(request)
         (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
         request.status = Status.FINISHED
 
@@ -40,6 +43,7 @@ class Scheduler:
         """The next step, of these requests only, with at most `budget` tokens. Requests of a step that is not committed
         yet are left out, unless they may `run_ahead`: on a token that is sampled and not yet read."""
         plan = StepPlan()
+        self.host.begin_step()
         left = allowed = budget or self.config.max_batch_tokens
         planned: dict[Request, PlanPart] = {}
         running, waiting = list(self.running), list(self.waiting)
@@ -91,16 +95,18 @@ class Scheduler:
             and not source.num_output
         ):
             return None  # its prompt is about to be computed by the request it is a fork of
-        shared = 0
-        if source is not None and source.status is Status.RUNNING and not request.num_output:
-            shared = self.kv.fork(request, source, len(request.prompt_ids) - 1)
-        request.num_computed = shared or self.kv.hit(request)
+        loads = self._load(request)
+        if not loads and source is not None and source.status is Status.RUNNING and not request.num_output:
+            request.num_computed = self.kv.fork(request, source, len(request.prompt_ids) - 1)
+        request.num_computed = request.num_computed or self.kv.hit(request)
         part = self._part(request, left)
         if part is None:
             self.kv.free(request)
             request.num_computed = 0
             plan.bound_by = "blocks"
             return None
+        part.loads = loads
+        self.host.drop(request)
         if request.metrics.preemptions == 0:
             request.metrics.cached_tokens = request.num_computed
         self.waiting.remove(request)
@@ -118,12 +124,27 @@ class Scheduler:
                 plan.short = True  # who is to give way shows when all steps are committed
                 return None
             victim = self.policy.victim([r for r in self.running if not r.in_flight])
+            if victim not in planned:  # else its blocks wait for copies
+                plan.saves += self.host.save(victim, self.kv.block_size)
             self.preempt(victim)
             plan.preempted.append(victim)
             planned.pop(victim, None)
             if victim is request:
                 return None
         return part
+
+    def _load(self, request: Request) -> list[tuple[int, int, int]]:
+        """What a request that gave way has saved comes back, if it is still good and there is room for it."""
+        saved = self.host.of(request)
+        if saved is None:
+            return []
+        if (saved.epoch, saved.regime) != (self.kv.epoch, request.regime):
+            self.host.drop(request)  # the weights are others by now
+            return []
+        loads = self.kv.load(request, saved)
+        if loads:
+            request.num_computed = saved.num_computed
+        return loads or []
 
     def preempt(self, request: Request) -> None:
         """Back to the queue with no blocks; what it has generated is kept and computed again with its prompt."""

@@ -10,7 +10,7 @@ from hf_cb.config import EngineConfig
 from hf_cb.engine.engine import Engine
 from hf_cb.engine.policies import make_policy
 from hf_cb.errors import OptionError, UnsupportedModelError
-from hf_cb.manager.paths import build_path, plan_path
+from hf_cb.manager.leading import build_path, plan_path
 from hf_cb.manager.probe import Verdict, forget_verdict, judge
 from hf_cb.manager.training_mode import in_eval
 from hf_cb.models.plan import ModelPlan, Need

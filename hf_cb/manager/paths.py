@@ -1,15 +1,18 @@
-"""The paths that a model can be driven on, fastest first, and an engine on one of them."""
+"""The paths that a model can be driven on, fastest first, and a runner on one of them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hf_cb.attention.cpu import CpuBackend
 from hf_cb.config import EngineConfig
-from hf_cb.engine.engine import Engine
-from hf_cb.engine.policies import Policy
+from hf_cb.models.capture import cuda_captures
+from hf_cb.models.captured import CapturedModel
 from hf_cb.models.dense import DenseModel
+from hf_cb.models.gpu_stack import CapturedFusedModel, FusedModel
 from hf_cb.models.paged import PagedModel
 from hf_cb.models.plan import ModelPlan, Need, plan_dense, plan_paged
+from hf_cb.models.sharding import is_sharded
 from hf_cb.models.stack import StackModel
 from hf_cb.modules.wanted import Mode
 
@@ -25,15 +28,18 @@ def plan_path(path: str, model: PreTrainedModel, options: EngineConfig, need: Ne
     return plan_paged(model, options, need) if path == "paged" else plan_dense(model, options, need)
 
 
-def build_path(
-    path: str, model: PreTrainedModel, plan: ModelPlan, policy: Policy | None = None, modules: Mode = "off"
-) -> Engine:
-    """An engine with its KV cache allocated."""
+def make_runner(path: str, model: PreTrainedModel, plan: ModelPlan, modules: Mode = "off") -> PagedModel | DenseModel:
+    """What computes the steps, with its KV cache allocated."""
     if path != "paged":
-        runner = DenseModel(model, batched=path == "dense", recompute=path == "recompute")
-        return Engine(runner, plan.config, policy)
+        return DenseModel(model, batched=path == "dense", recompute=path == "recompute")
     assert plan.backend is not None
     config = plan.config
-    arguments = (model, plan.trace, plan.groups, plan.backend, config.num_blocks, config.block_size)
-    paged = PagedModel(*arguments) if modules == "off" else StackModel(modules, *arguments)
-    return Engine(paged, config, policy)
+    arguments = (model, plan.trace, plan.groups, plan.backend, config.num_blocks, config.block_size, config.host_blocks)
+    fused = modules == "fused" and not isinstance(plan.backend, CpuBackend)  # which has its own way
+    if config.cuda_graphs and not is_sharded(model):  # not all ranks might record in the same step
+        widest = -(-config.max_model_len // config.block_size)
+        captured = CapturedFusedModel if fused else CapturedModel
+        return captured(cuda_captures(), config.max_num_seqs, widest, *arguments)
+    if fused:
+        return FusedModel(*arguments)
+    return PagedModel(*arguments) if modules == "off" else StackModel(modules, *arguments)

@@ -23,7 +23,9 @@ from hf_cb.core import PlanPart, Request, SamplingParams
 from hf_cb.engine.engine import Engine
 from hf_cb.engine.sampler import Sampled
 from hf_cb.errors import HfCbError, UnsupportedModelError
-from hf_cb.manager.paths import PATHS, build_path, plan_path
+from hf_cb.manager.leading import build_path, plan_path
+from hf_cb.manager.paths import PATHS
+from hf_cb.models.sharding import is_sharded
 from hf_cb.models.twin import VOCAB, make_twin
 
 if TYPE_CHECKING:
@@ -226,5 +228,6 @@ def _is_small(model: PreTrainedModel) -> bool:
     return (
         model.dtype == torch.float32
         and model.device.type == "cpu"
+        and not is_sharded(model)  # its copy would be no share of anything
         and sum(p.numel() for p in model.parameters()) <= SMALL
     )

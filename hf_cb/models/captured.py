@@ -127,13 +127,17 @@ class CapturedModel(PagedModel):
         rows = len(batch.seq_lens_list)
         if self.why_not is not None or len(batch.input_ids) != rows or len(batch.logits_rows) != rows:
             return None
-        if rows > self._sizes[0] or not self._guard.is_intact() or self._guard.has_hooks():
+        if rows > self._sizes[0] or not self._guard.is_intact() or self._guard.has_hooks() or not self._is_steady():
             return None
         size = next(size for size in reversed(self._sizes) if size >= rows)
         key = self._key(size, batch.best_is_enough)
         if key is not None and key not in self._recordings:
             self._record(batch.best_is_enough)
         return self._recordings.get(key)
+
+    def _is_steady(self) -> bool:
+        """Whether steps are computed as they were when they were recorded."""
+        return True
 
     def _key(self, size: int, best: bool) -> Hashable:
         """Everything that Python decides in a step of that size; None: something cannot be recorded."""

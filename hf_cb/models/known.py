@@ -17,7 +17,8 @@ from hf_cb.attention.cpu import CpuBackend
 from hf_cb.kernels.cpu import library as lib
 from hf_cb.models.guard import Guard
 from hf_cb.models.paged import PagedModel
-from hf_cb.models.reading import Reading, place_of, read_decoder
+from hf_cb.models.reading import Reading, native_layer, place_of, read_decoder
+from hf_cb.models.sharding import is_sharded
 from hf_cb.models.watching import least_blocks, small_batch
 from hf_cb.modules.decoder import Decoder, PackedDecoder
 from hf_cb.modules.leaf import pack_linears
@@ -131,6 +132,10 @@ def forget(model: nn.Module) -> None:
 def _learn(paged: PagedModel, mode: Mode) -> Known:
     model, backend = paged.model, paged.backend
     known = Known(Guard(model))
+    if is_sharded(model):
+        known.why_not = "its weights are spread over several processes"
+        say(model, "modules", NotRecognised(known.why_not))
+        return known
     if not isinstance(backend, CpuBackend) or backend.table is None:
         known.why_not, known.for_now = f"attention runs on the {backend.name} backend", True
         return known
@@ -148,7 +153,7 @@ def _learn(paged: PagedModel, mode: Mode) -> Known:
     try:
         _try_linears(paged, known, backend.table)
     except Exception as reason:
-        _say(model, "linear layers", reason)
+        say(model, "linear layers", reason)
         known.unpack()
         known.linears = False
     return known
@@ -158,19 +163,20 @@ def _read(paged: PagedModel, table: lib.Table) -> Known:
     model = paged.model
     known = Known(Guard(model))
     try:
-        reading = read_decoder(paged)
+        reading = read_decoder(paged, native_layer)
         known = Known(Guard(model, reading.recipe), recipe=reading.recipe)
         known.pack(model, table)
         _verify_decoder(paged, known, reading)
         return known
     except Exception as reason:  # whatever it is, the model's own layers will do
-        _say(model, "layers", reason)
+        say(model, "layers", reason)
         known.unpack()
         passing = known.for_now or not isinstance(reason, NotRecognised)
         return Known(Guard(model), why_not=str(reason), for_now=passing)
 
 
-def _say(model: nn.Module, what: str, reason: Exception) -> None:
+def say(model: nn.Module, what: str, reason: Exception) -> None:
+    """Logs why a model keeps its own layers."""
     expected = isinstance(reason, NotRecognised)
     level = logging.INFO if expected else logging.WARNING
     logger.log(level, "%s keeps its own %s: %s", type(model).__name__, what, reason, exc_info=not expected)
@@ -182,7 +188,7 @@ def _verify_decoder(paged: PagedModel, known: Known, reading: Reading) -> None:
         raise NotRecognised("another thread computes with it")
     places = [place_of(paged, i) for i in range(len(reading.recipe.layers))]
     decoder = Decoder(known.decoder, places, reading.positions)
-    _check(decoder.logits(reading.batch), reading.logits, known.decoder.dtype)
+    check_logits(decoder.logits(reading.batch), reading.logits, known.decoder.dtype)
 
 
 def _try_linears(paged: PagedModel, known: Known, table: lib.Table) -> None:
@@ -199,7 +205,7 @@ def _try_linears(paged: PagedModel, known: Known, table: lib.Table) -> None:
             raise NotRecognised("it has no plain linear layers, or another thread computes with them")
         got = paged.forward(batch).float()
         if not known.weights.unpacked:
-            _check(got, want, paged.model.dtype)
+            check_logits(got, want, paged.model.dtype)
             return
         if known.weights.asked_for is None:
             break
@@ -207,7 +213,8 @@ def _try_linears(paged: PagedModel, known: Known, table: lib.Table) -> None:
     raise NotRecognised("it reads its weights in other ways than a linear layer does")
 
 
-def _check(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+def check_logits(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """Raises NotRecognised where they differ by more than rounding."""
     off = float((got - want).abs().max() / want.abs().max().clamp(min=1e-6))
     if not off <= TOLERANCE.get(dtype, 8e-2):
         raise NotRecognised(f"the logits of the whole are off by {off:.1g} times the largest one")

@@ -35,6 +35,7 @@ class PagedModel:
         backend: AttentionBackend,
         num_blocks: int,
         block_size: int,
+        host_blocks: int = 0,
     ) -> None:
         self.model = model
         self.trace = trace
@@ -46,6 +47,7 @@ class PagedModel:
         self.storages = [
             backend.allocate(trace.layers[i], num_blocks + 1, block_size) for i in storage_layers(self.groups)
         ]
+        self._host_storages = [[pinned(host_blocks, t) for t in backend.tensors(s)] for s in self.storages]
         self._index = {key: i for i, key in enumerate(trace.keys)}
         self._place = {
             layer: (g, storage)
@@ -124,7 +126,11 @@ class PagedModel:
         return out.logits[0] if self._picks_rows else out.logits[0, batch.logits_rows]
 
     def _prepare_blocks(self, batch: StepBatch) -> None:
-        """Copies before clearing, and all of a storage's copies at once: a source may have a new owner in this step."""
+        """Saves and copies before clearing, and all of a storage's copies at once: a source may be new to its owner."""
+        for group, part in zip(self.groups, batch.groups, strict=True):
+            for storage in group.storages if part.saves else ():
+                tensors = self.backend.tensors(self.storages[storage])
+                copy_rows(tensors, self._host_storages[storage], part.saves)
         copies: dict[int, list[tuple[int, int]]] = {}
         for group, part in zip(self.groups, batch.groups, strict=True):
             for storage in group.storages if part.copies else ():
@@ -136,6 +142,26 @@ class PagedModel:
                 blocks = torch.tensor(part.cleared, device=batch.input_ids.device)
                 for storage in group.storages:
                     self.backend.clear_blocks(self.storages[storage], blocks)
+            for storage in group.storages if part.loads else ():
+                copy_rows(self._host_storages[storage], self.backend.tensors(self.storages[storage]), part.loads)
+
+
+def pinned(num_blocks: int, like: Tensor) -> Tensor:
+    """Room in the host's memory for so many blocks of a cache, from which a GPU copies by itself."""
+    return torch.empty(num_blocks, *like.shape[1:], dtype=like.dtype, pin_memory=like.is_cuda and num_blocks > 0)
+
+
+def copy_rows(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+    """From one device to another, rows that lie together in one piece; the host does not wait."""
+    runs: list[tuple[int, int, int]] = []
+    for i, j in pairs:
+        if runs and (i, j) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((i, j, 1))
+    for source, target in zip(sources, targets, strict=True):
+        for i, j, count in runs:
+            target[j : j + count].copy_(source[i : i + count], non_blocking=True)
 
 
 def _modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from hf_cb.attention.backend import AttentionBackend, choose_backend
+from hf_cb.attention.backend import AttentionBackend
+from hf_cb.attention.choice import choose_backend
 from hf_cb.config import EngineConfig
 from hf_cb.models.device import device_of
 from hf_cb.models.groups import LayerGroup, group_layers, storage_layers
 from hf_cb.models.trace import Trace, trace_layers
-from hf_cb.sizes import ResolvedConfig, Surroundings, resolve
+from hf_cb.models.warmup import working_bytes
+from hf_cb.sizes import BLOCK_SIZE, USUAL_SEQS, USUAL_TOKENS, ResolvedConfig, Surroundings, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,6 +42,17 @@ class ModelPlan:
     trace: Trace = field(default_factory=Trace)
     backend: AttentionBackend | None = None
     backend_reason: str = ""
+    number: int = 0  # of the same plan on the other ranks of a tensor-parallel model
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        """What block tables depend on: the size of a block, and how many groups of layers have one."""
+        return self.config.block_size, len(self.groups)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What memory decides, on each rank for itself."""
+        return {"num_blocks": self.config.num_blocks, "host_blocks": self.config.host_blocks}
 
 
 def model_length(model: PreTrainedModel) -> int:
@@ -60,7 +73,7 @@ def plan_paged(model: PreTrainedModel, options: EngineConfig, need: Need | None 
         UnsupportedModelError, OptionError: naming the model or the option, and the remedy.
     """
     trace = trace_layers(model)
-    backend, why = choose_backend(options.attention, trace.layers, options.kv_dtype)
+    backend, why = choose_backend(options.attention, trace.layers, options.kv_dtype, options.block_size)
     # with no attention at all blocks only count tokens
     groups = group_layers(trace.layers, options.max_model_len or model_length(model)) or [LayerGroup((), ())]
     stored = [trace.layers[i] for i in storage_layers(groups)]
@@ -68,8 +81,8 @@ def plan_paged(model: PreTrainedModel, options: EngineConfig, need: Need | None 
     def block_bytes(block_size: int) -> int:
         return sum(backend.block_bytes(layer, block_size) for layer in stored) or 1
 
-    free = _free_for([(layer.device, backend.block_bytes(layer, 1)) for layer in stored], model)
-    config = resolve(options, _surroundings(model, free, block_bytes, len(groups), need, trace))
+    free = _free_for([(layer.device, backend.block_bytes(layer, 1)) for layer in stored], model, options)
+    config = resolve(options, _surroundings(model, free, block_bytes, len(groups), need, trace, backend))
     return ModelPlan(config, groups, block_bytes(config.block_size), trace, backend, why)
 
 
@@ -86,13 +99,23 @@ def plan_dense(model: PreTrainedModel, options: EngineConfig, need: Need | None 
     return ModelPlan(config, [LayerGroup((), ())], block_bytes(config.block_size))
 
 
-def _free_for(layers: list[tuple[torch.device, int]], model: PreTrainedModel) -> int:
-    """Bytes for layers that lie on these devices, each with its bytes a token: the fullest device decides."""
+def _free_for(layers: list[tuple[torch.device, int]], model: PreTrainedModel, options: EngineConfig) -> int:
+    """Bytes for layers that lie on these devices, each with its bytes a token: the fullest device decides. What steps
+    take there is not free."""
     share: Counter[torch.device] = Counter()
     for device, size in layers:
         share[device] += size
     whole = share.total()
-    return min((free_memory(d) * whole // size for d, size in share.items()), default=free_memory(device_of(model)))
+    steps = _step_bytes(model, options) if any(d.type == "cuda" for d in share) else Counter()
+    free = {d: max(0, free_memory(d) - steps[d]) for d in share}
+    return min((free[d] * whole // size for d, size in share.items()), default=free_memory(device_of(model)))
+
+
+def _step_bytes(model: PreTrainedModel, options: EngineConfig) -> Counter[torch.device]:
+    """The largest step, and the memory that recorded decode steps keep: that of the largest of them."""
+    tokens, rows = options.max_batch_tokens or USUAL_TOKENS, options.max_num_seqs or USUAL_SEQS
+    found = working_bytes(model, tokens, rows)
+    return found + working_bytes(model, rows, rows) if options.cuda_graphs is not False else found
 
 
 def _surroundings(
@@ -102,6 +125,7 @@ def _surroundings(
     num_groups: int,
     need: Need | None,
     trace: Trace | None = None,
+    backend: AttentionBackend | None = None,
 ) -> Surroundings:
     return Surroundings(
         model_len=model_length(model),
@@ -112,6 +136,7 @@ def _surroundings(
         state_bytes=trace.recurrent.state_bytes if trace and trace.recurrent else 0,
         need_tokens=need.tokens if need else None,
         need_seqs=need.seqs if need else None,
+        block_size=backend.usual_block_size if backend else BLOCK_SIZE,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 # how far a layer's change of its input may be from the original's; a quarter of it is taken without a second look
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
+# a layer of that index by a recipe: hidden states `[T, H]` in and out; raises NotRecognised where it lacks something
+Compute = Callable[[PagedModel, StepBatch, int, LayerRecipe, Tensor], Tensor]
+
 
 @dataclass
 class Reading:
@@ -37,26 +40,26 @@ class Reading:
 
 
 @torch.no_grad()
-def read_decoder(paged: PagedModel) -> Reading:
-    """The recipe of a model whose every layer is understood.
+def read_decoder(paged: PagedModel, compute: Compute) -> Reading:
+    """The recipe of a model whose every layer is understood, and comes out right when `compute` follows it.
 
     Raises:
         NotRecognised: with the first thing that is not.
     """
-    if not isinstance(paged.backend, CpuBackend):
-        raise NotRecognised(f"attention runs on the {paged.backend.name} backend")
     if paged.rope is not None or paged.states is not None:
         raise NotRecognised("it has modules that must see each request by itself")
     watched = watch(paged)
     recipes: list[LayerRecipe] = []
     for i in range(len(watched.layers)):
-        recipes.append(_read_layer(paged, watched, i, recipes))
+        recipes.append(_read_layer(paged, watched, i, recipes, compute))
     assert watched.logits is not None
     positions = int(watched.batch.position_ids.max()) + 1
     return Reading(_read_model(paged, watched, recipes), watched.batch, watched.logits, positions)
 
 
-def _read_layer(paged: PagedModel, watched: Watched, index: int, earlier: Sequence[LayerRecipe]) -> LayerRecipe:
+def _read_layer(
+    paged: PagedModel, watched: Watched, index: int, earlier: Sequence[LayerRecipe], compute: Compute
+) -> LayerRecipe:
     seen, facts = watched.layers[index], paged.trace.layers[index]
     candidates = list(
         layer_candidates(seen.module, seen.attention, seen.calls, facts, _rotary(watched, seen, facts.head_dim))
@@ -65,14 +68,24 @@ def _read_layer(paged: PagedModel, watched: Watched, index: int, earlier: Sequen
         candidates.sort(key=lambda c: _reading(c) != _reading(earlier[-1]))
     before, after = seen.before, seen.after
     assert before is not None and after is not None
+    if not before.dtype == after.dtype == candidates[0].o.weight.dtype:
+        raise NotRecognised(f"its hidden states are {before.dtype}, and its weights {candidates[0].o.weight.dtype}")
     limit, errors = TOLERANCE[facts.dtype], [float("inf")]
+    lacking: NotRecognised | None = None
     for candidate in candidates:
-        errors.append(layer_error(paged, watched.batch, index, candidate, before, after))
+        try:
+            errors.append(_error(compute(paged, watched.batch, index, candidate, before), before, after))
+        except NotRecognised as reason:
+            lacking = lacking or reason
+            errors.append(float("inf"))
         if errors[-1] <= limit / 4:
             return candidate
     least = min(errors)
+    if lacking is not None and least == float("inf"):
+        raise lacking
     if least > limit:
-        raise NotRecognised(f"no reading of {type(seen.module).__name__} gives what it gives (off by {least:.1g})")
+        also = f", and of one {lacking}" if lacking else ""
+        raise NotRecognised(f"no reading of {type(seen.module).__name__} gives what it gives (off by {least:.1g}){also}")
     return candidates[errors.index(least) - 1]
 
 
@@ -82,18 +95,19 @@ def place_of(paged: PagedModel, layer: int) -> Place:
     return Place(storage.describe(paged.trace.layers[layer]), group)
 
 
-def layer_error(
-    paged: PagedModel, batch: StepBatch, index: int, recipe: LayerRecipe, before: Tensor, after: Tensor
-) -> float:
-    """How far the native layer's change of `before` is from that of the original: root mean squares, row by row, and
-    the worst row. What rounding of the sum itself explains is taken off."""
+def native_layer(paged: PagedModel, batch: StepBatch, index: int, recipe: LayerRecipe, before: Tensor) -> Tensor:
+    """By the native kernels of the cpu backend."""
     backend = paged.backend
     assert isinstance(backend, CpuBackend) and backend.table is not None
     packed = PackedDecoder([recipe], backend.table, torch.get_num_threads())
-    if before.dtype != packed.dtype or after.dtype != packed.dtype:
-        raise NotRecognised(f"its hidden states are {before.dtype}, and its weights {packed.dtype}")
     decoder = Decoder(packed, [place_of(paged, index)], int(batch.position_ids.max()) + 1)
-    got, want = decoder.run(batch, before.contiguous()).double(), after.double()
+    return decoder.run(batch, before.contiguous())
+
+
+def _error(got: Tensor, before: Tensor, after: Tensor) -> float:
+    """How far a layer's change of `before` is from that of the original: root mean squares, row by row, and the worst
+    row. What rounding of the sum itself explains is taken off."""
+    got, want = got.double(), after.double()
     change = (want - before.double()).square().mean(-1).sqrt()
     rounding = torch.finfo(before.dtype).eps * want.square().mean(-1).sqrt()
     off = ((got - want).square().mean(-1).sqrt() - rounding).clamp(min=0)
@@ -117,10 +131,10 @@ def _rotary(watched: Watched, seen: Seen, head_dim: int) -> RotaryRecipe | None:
     module, args, kwargs, _ = watched.made[made]
     num_tokens = len(watched.batch.input_ids)
 
-    def table(positions: int) -> tuple[Tensor, Tensor]:
+    def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
         def change(value: Any) -> Any:
             if isinstance(value, Tensor) and not value.is_floating_point() and value.shape == (1, num_tokens):
-                return torch.arange(positions)[None]
+                return positions[None].to(value.device)
             return value
 
         with torch.inference_mode(False), torch.no_grad():
@@ -128,12 +142,13 @@ def _rotary(watched: Watched, seen: Seen, head_dim: int) -> RotaryRecipe | None:
         return cos[0], sin[0]
 
     at = watched.batch.position_ids
-    cos, sin = table(int(at.max()) + 1)
+    recipe = RotaryRecipe(angles, key=made, module=module)
+    cos, sin = recipe.table(int(at.max()) + 1)
     if cos.shape != sin.shape or cos.dim() != 2 or cos.shape[1] % 2 or cos.shape[1] > head_dim:
         raise NotRecognised(f"{type(module).__name__} gives angles of an unknown shape")
     if not torch.equal(cos[at], seen.rotary[0][0]) or not torch.equal(sin[at], seen.rotary[1][0]):
         raise NotRecognised(f"{type(module).__name__} gives no table of angles")
-    return RotaryRecipe(table, key=made, module=module)
+    return recipe
 
 
 def _read_model(paged: PagedModel, watched: Watched, layers: list[LayerRecipe]) -> ModelRecipe:

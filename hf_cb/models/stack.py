@@ -15,8 +15,9 @@ from torch import Tensor
 
 from hf_cb.attention.cpu import CpuBackend
 from hf_cb.core import StepBatch
+from hf_cb.models import gpu_stack
 from hf_cb.models import known as knowing
-from hf_cb.models.known import Known, forget, known_of
+from hf_cb.models.known import Known, known_of
 from hf_cb.models.paged import PagedModel
 from hf_cb.models.plan import ModelPlan
 from hf_cb.models.reading import place_of
@@ -26,8 +27,6 @@ from hf_cb.modules.weights import is_packed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-__all__ = ["StackModel", "forget", "what_runs"]
 
 PACK_AGAIN_S = 1.0  # after somebody has looked at the weights: they may look again
 
@@ -99,10 +98,18 @@ class StackModel(PagedModel):
         return decoder if known.guard.is_intact() else None
 
 
+def forget(model: PreTrainedModel) -> None:
+    """The model's weights are as they were, and what was learnt of its modules is forgotten."""
+    knowing.forget(model)
+    gpu_stack.forget(model)
+
+
 def what_runs(model: PreTrainedModel, plan: ModelPlan, mode: Mode) -> str:
     """What a model's layers would run as, in words. Leaves its weights packed or unpacked, as they were."""
     if plan.backend is None:
         return "the model's own"
+    if mode == "fused" and not isinstance(plan.backend, CpuBackend):
+        return gpu_stack.what_runs(model, plan)
     packed_before = any(is_packed(parameter) for parameter in model.parameters())
     runner = StackModel(mode, model, plan.trace, plan.groups, plan.backend, len(plan.groups), plan.config.block_size)
     known = runner._known

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from hf_cb.errors import UnsupportedModelError
 from hf_cb.models.device import device_of
 from hf_cb.models.rope import BY_LENGTH, STATIC
+from hf_cb.models.sharding import check_sharding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,6 +31,7 @@ def check_supported(model: PreTrainedModel) -> None:
         )
     if device_of(model).type == "meta":
         raise UnsupportedModelError(f"{name} has shapes and no weights (device meta); load it with from_pretrained.")
+    check_sharding(model)
     for rope_type in (*_rope_types(config), *_rope_types(config.get_text_config())):
         if rope_type not in ROPE_TYPES:
             raise UnsupportedModelError(

@@ -129,7 +129,7 @@ def least_blocks(paged: PagedModel) -> int:
 
 def small_batch(paged: PagedModel) -> StepBatch:
     """Two short prompts in one step, in blocks of their own (the cache is empty when this runs)."""
-    block_size = paged.block_size
+    block_size, device = paged.block_size, paged.device
     total = sum(LENGTHS)
     vocab = paged.model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(0, vocab, (total,), generator=torch.Generator().manual_seed(0))
@@ -146,14 +146,15 @@ def small_batch(paged: PagedModel) -> StepBatch:
             block += count
         rows = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
         blocks = table[rows, places // block_size].long()
-        groups.append(GroupBatch(blocks * block_size + places % block_size, table, [], []))
+        slots = blocks * block_size + places % block_size
+        groups.append(GroupBatch(slots.to(device), table.to(device), [], []))
     return StepBatch(
         requests=[],
-        input_ids=ids,
-        position_ids=positions,
-        logits_rows=torch.cat([ends - 1, ends - 2]),
-        cu_seqlens_q=torch.cat([torch.zeros(1), ends]).int(),
-        seq_lens=torch.tensor(LENGTHS, dtype=torch.int32),
+        input_ids=ids.to(device),
+        position_ids=positions.to(device),
+        logits_rows=torch.cat([ends - 1, ends - 2]).to(device),
+        cu_seqlens_q=torch.cat([torch.zeros(1), ends]).int().to(device),
+        seq_lens=torch.tensor(LENGTHS, dtype=torch.int32).to(device),
         query_lens_list=list(LENGTHS),
         seq_lens_list=list(LENGTHS),
         groups=groups,

@@ -42,7 +42,7 @@ def pack_linears(
 def _linears(module: nn.Module) -> list[nn.Linear]:
     if hasattr(module, "base_layer"):  # an adapter's: it may be trained, merged or switched at any time
         return []
-    if is_plain_linear(module):
+    if is_plain_linear(module) and module.weight.device.type == "cpu":
         assert isinstance(module, nn.Linear)
         return [module]
     return [linear for child in module.children() for linear in _linears(child)]

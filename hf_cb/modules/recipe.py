@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_cb.core import LayerFacts
@@ -13,12 +14,14 @@ from hf_cb.core import LayerFacts
 
 @dataclass(frozen=True)
 class NormRecipe:
-    """RMSNorm, or LayerNorm where `centred`. `plus_one`: multiplies with 1 + weight (Gemma)."""
+    """RMSNorm, or LayerNorm where `centred`. `plus_one`: multiplies with 1 + weight (Gemma). `rounds_once`: in half
+    precision the weight is multiplied with what is not rounded yet (Gemma, OLMo 2)."""
 
     module: nn.Module
     eps: float
     centred: bool = False
     plus_one: bool = False
+    rounds_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class RotaryRecipe:
-    """How a layer's positions become angles: `table(n)` gives cosines and sines `[n, dim]` of positions 0 to n - 1."""
+    """How a layer's positions become angles: `angles(positions)` gives cosines and sines `[n, dim]` of positions `[n]`,
+    which for `interleaved` ones holds each twice in a row."""
 
-    table: Callable[[int], tuple[Tensor, Tensor]]
-    key: Any  # layers with the same key share a table
-    module: nn.Module  # whose buffers the table depends on
+    angles: Callable[[Tensor], tuple[Tensor, Tensor]]
+    key: Any  # layers with the same key share their angles
+    module: nn.Module  # whose buffers they depend on
     interleaved: bool = False
+
+    def table(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Of the positions 0 to `positions` - 1."""
+        return self.angles(torch.arange(positions, device="cpu"))
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ def norm_recipe(module: nn.Module) -> NormRecipe:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(eps, float):
         raise NotRecognised(f"{name} has no epsilon")
-    exact = copy.deepcopy(module).float()  # in half precision, a mean of 0 would hide whether it is taken away
+    own = copy.deepcopy(module).to("cpu")
+    exact = copy.deepcopy(own).float()  # in half precision, a mean of 0 would hide whether it is taken away
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, weight.shape[0], generator=generator, dtype=torch.float32, device="cpu") + 3
     want = exact(x)
@@ -65,8 +66,20 @@ def norm_recipe(module: nn.Module) -> NormRecipe:
         if bias is not None:
             found = found + bias
         if (want - found).abs().max() <= 1e-4 * want.abs().max():
-            return NormRecipe(module, eps, centred, plus_one)
+            return NormRecipe(module, eps, centred, plus_one, not centred and _rounds_once(own, eps, plus_one))
     raise NotRecognised(f"{name} is neither RMSNorm nor LayerNorm")
+
+
+def _rounds_once(module: nn.Module, eps: float, plus_one: bool) -> bool:
+    """Whether RMSNorm in bfloat16 rounds after the weight alone, told by which way gives its results more often."""
+    module.bfloat16()
+    weight = module.weight.float() + plus_one
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, weight.shape[0], generator=generator, dtype=torch.float32, device="cpu").bfloat16()
+    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    want = module(x)
+    once, twice = (normed * weight).bfloat16(), (normed.bfloat16().float() * weight).bfloat16()
+    return int((want != once).sum()) < int((want != twice).sum())
 
 
 def activation_of(mlp: nn.Module) -> str:
@@ -115,6 +128,8 @@ def layer_candidates(
         norm_whole=whole,
         residual_multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
     )
+    if any(parameter.device != facts.device for parameter in layer.parameters()):
+        raise NotRecognised(f"{type(layer).__name__} has weights on another device than {facts.device}")
     for norms, turning in product(_norm_readings(layer, holder, mlp, calls), _rotary_readings(rotary)):
         yield base.but(**norms, rotary=turning)
 
@@ -123,12 +138,12 @@ def _rotary_readings(rotary: RotaryRecipe | None) -> list[RotaryRecipe | None]:
     if rotary is None:
         return [None]
 
-    def spread(positions: int) -> tuple[Tensor, Tensor]:  # Helium, GLM: the first half, each angle for two neighbours
-        cos, sin = (t[:, : t.shape[1] // 2].repeat_interleave(2, 1) for t in rotary.table(positions))
+    def spread(positions: Tensor) -> tuple[Tensor, Tensor]:  # Helium, GLM: the first half, each for two neighbours
+        cos, sin = (t[:, : t.shape[1] // 2].repeat_interleave(2, 1) for t in rotary.angles(positions))
         return cos, sin
 
     neighbours = replace(rotary, interleaved=True)
-    return [rotary, neighbours, replace(neighbours, table=spread, key=(rotary.key, "spread")), None]
+    return [rotary, neighbours, replace(neighbours, angles=spread, key=(rotary.key, "spread")), None]
 
 
 def _norm_readings(
@@ -218,6 +233,10 @@ def is_plain_linear(module: Any) -> bool:
         type(module) is nn.Linear
         and "forward" not in vars(module)
         and type(module.weight) in (nn.Parameter, PackedParameter)  # a quantised weight is of another class
-        and (type(module.weight) is PackedParameter or not (module.weight.is_inference() or module.weight.is_shared()))
-        and module.weight.device.type == "cpu"
+        and (type(module.weight) is PackedParameter or not _is_lent(module.weight))
     )
+
+
+def _is_lent(weight: nn.Parameter) -> bool:
+    """Whether it is an inference tensor, or other processes see it (torch says so of all on a GPU)."""
+    return weight.is_inference() or (weight.device.type == "cpu" and weight.is_shared())

@@ -1,0 +1,117 @@
+"""The processes (ranks) of a tensor-parallel model, as each of them sees the others.
+
+Rank 0 is the driver; the others follow. Two connections lead from the driver to each of them: over the one it says
+what is to be done, in order, and over the other either side says what has gone wrong. A rank that waits for the others
+inside a collective can be told nothing; so when one of them cannot go on, all cut the model's process group, and every
+collective that waits ends with an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import threading
+import weakref
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+from hf_cb.errors import RankError, describe
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger("hf_cb")
+
+CUT_TAG = 0x6862  # of a message that nobody sends
+
+
+class Team:
+    """What driver and followers have in common.
+
+    Args:
+        group: the model's process group; all models of the same group share a team.
+        rank: this process's, in the group.
+    """
+
+    def __init__(self, group: Any, rank: int) -> None:
+        self.group = group
+        self.rank = rank
+        self.size = distributed.get_world_size(group)
+        self.broken: str | None = None  # why nothing can go on
+        self._changed = threading.Condition()
+        self._models: list[weakref.ref[PreTrainedModel]] = []
+        self._calls = 0
+
+    def number_of(self, model: PreTrainedModel) -> int:
+        """The model's number, the same on every rank: they come in the same order everywhere."""
+        with self._changed:
+            for number, known in enumerate(self._models):
+                if known() is model:
+                    return number
+            self._models.append(weakref.ref(model))
+            self._changed.notify_all()
+            return len(self._models) - 1
+
+    def next_call(self) -> int:
+        """The number of a public call, the same on every rank."""
+        with self._changed:
+            self._calls += 1
+            return self._calls
+
+    def check(self) -> None:
+        """Raises RankError if nothing can go on."""
+        if self.broken is not None:
+            raise RankError(f"{self.broken} The processes have to be started again.")
+
+    def _note_broken(self, reason: str) -> bool:
+        """Whether this is news."""
+        with self._changed:
+            if self.broken is not None:
+                return False
+            self.broken = reason
+            self._changed.notify_all()
+            return True
+
+
+def cut(group: Any, waiting: bool) -> None:
+    """Ends every collective of a process group that waits now, on this rank and on those that it is connected with.
+
+    `waiting`: a thread here may be inside of one; else at most the device is.
+    """
+    with contextlib.suppress(Exception):  # the group may be gone already
+        given = str(distributed.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
+        backends = {part.rpartition(":")[2] for part in given.split(",")}
+        if backends - {"gloo"}:
+            group.abort()
+        if "gloo" in backends and waiting:
+            # its abort does nothing, but it closes a connection on which something has timed out
+            me = distributed.get_rank()
+            for peer in set(distributed.get_process_group_ranks(group)) - {me}:
+                work = distributed.irecv(torch.empty(1), src=peer, group=group, tag=CUT_TAG)
+                with contextlib.suppress(Exception):
+                    work.wait(timedelta(milliseconds=1))
+
+
+def portable(error: BaseException) -> Exception:
+    """The error itself if it can travel to another process, else one that says the same."""
+    try:
+        if isinstance(error, Exception) and type(pickle.loads(pickle.dumps(error))) is type(error):
+            return error
+    except Exception:  # its class wants more arguments, or holds a lock
+        pass
+    return RankError(describe(error))
+
+
+def send(connection: Connection, message: object) -> bool:
+    """Whether there was somebody to send it to."""
+    try:
+        connection.send(message)
+    except OSError:
+        return False
+    return True
