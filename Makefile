@@ -48,7 +48,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) $(wildcard kernels/cpu/*.h kernels/cpu/*
 	@torch=`grep '^torch==' $(firstword $(CONSTRAINTS))`; echo "setup: installing $$torch"; \
 	  $(PY) -m pip install -qq $$torch
 	@echo "setup: installing hf-cb and its tools"
-	@$(PY) -m pip install -qq $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev,demo,serve]'
+	@$(PY) -m pip install -qq $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev,demo,serve,gpu]'
 	@echo '$(CURDIR)' > $@
 
 demo: $(STAMP)

@@ -264,7 +264,8 @@ class Engine:
         if isinstance(error, ModelChangedError) or (culprit is not None and self.recovery.hopeless):
             raise error
         parts = [part for part in plan.parts if part.request is culprit]
-        return StepPlan(parts, plan.preempted, plan.admitted), [[Sampled(-1, exception=error)] for _ in parts]
+        left = StepPlan(parts, plan.preempted, admitted=plan.admitted)
+        return left, [[Sampled(-1, exception=error)] for _ in parts]
 
     def _give_way(self, request: Request) -> None:
         request.fork_of = None  # which may run in another group

@@ -85,7 +85,9 @@ def _read_layer(
         raise lacking
     if least > limit:
         also = f", and of one {lacking}" if lacking else ""
-        raise NotRecognised(f"no reading of {type(seen.module).__name__} gives what it gives (off by {least:.1g}){also}")
+        raise NotRecognised(
+            f"no reading of {type(seen.module).__name__} gives what it gives (off by {least:.1g}){also}"
+        )
     return candidates[errors.index(least) - 1]
 
 

@@ -92,12 +92,14 @@ def merge(products: Sequence[Product], model: nn.Module) -> None:
     Raises:
         torch.OutOfMemoryError: what was merged stays so, and all parameters have their values.
     """
+    for product in products:
+        if not product.is_current():
+            product.part()  # what has stayed behind
     owners = Counter(id(p) for product in products for group in product.parameters() for p in group)
     tenants = Counter(_storage(p) for p in model.parameters())
     for product in products:
-        if product._merged and product.is_current():
+        if product._merged:
             continue
-        product._merged = []
         groups = product.parameters()
         if any(owners[id(p)] > 1 or not p.is_contiguous() for group in groups for p in group):
             continue

@@ -175,9 +175,9 @@ def paged_attention(
         grid = (num_kv_heads, found.num_splits + tiles)
         split_kernel[grid](out, partial, lse, *inputs, *split, *factors, *strides, **options)
         merge = merge_constexprs(shape, config)
-        grid = (num_kv_heads, num_tokens, triton.cdiv(shape.group, merge["HEADS"]))
+        blocks = (num_kv_heads, num_tokens, triton.cdiv(shape.group, merge["HEADS"]))
         tables = (cu_seqlens_q, seq_lens, num_requests, found.num_splits, *seen, out.stride(0), out.stride(1))
-        merge_kernel[grid](out, partial, lse, *tables, **merge)
+        merge_kernel[blocks](out, partial, lse, *tables, **merge)
     return out
 
 

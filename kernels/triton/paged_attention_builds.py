@@ -79,5 +79,5 @@ def _build(
         for i, name in enumerate(fn.arg_names)
         if (signature[name][0] == "*" or name.startswith("stride_")) and name not in UNSPECIALISED
     ]
-    attrs = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    attrs: dict[tuple[int, ...], list[list[Any]]] = {(i,): [["tt.divisibility", 16]] for i in aligned}
     return Build("-".join(map(str, (fn.__name__, *names))), fn, signature, constants, attrs, options)

@@ -88,10 +88,9 @@ class Step:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        torch.manual_seed(sum(self.lengths))
         stored, heads = self.kv_dtype or self.dtype, self.num_kv_heads
         needed = [-(-n // self.page) for n in self.lengths]
-        blocks = torch.randperm(sum(needed) + 2).int()
+        blocks = torch.randperm(sum(needed) + 2, generator=torch.manual_seed(sum(needed))).int()
         shape = (sum(needed) + 2, self.page, heads)
         k_cache = torch.full((*shape, self.dim + 16), float("nan")).to(stored)[..., : self.dim]
         v_cache = torch.full((shape[0], 2, *shape[1:], self.v_dim), float("nan")).to(stored)[:, 1]
