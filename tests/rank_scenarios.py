@@ -18,7 +18,7 @@ import hf_cb
 from hf_cb import EngineConfig, OptionError
 from hf_cb.attention import interception
 from hf_cb.errors import RankError
-from hf_cb.manager import meeting
+from hf_cb.manager import driver, meeting
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -153,6 +153,7 @@ def failing(rank: int, folder: str, culprit: int, how: str) -> dict[str, Any]:
     logging.getLogger("hf_cb").setLevel(logging.ERROR)
     model = load(folder)
     model.generate_batch(PROMPTS[:2], greedy(2))  # nobody is new to anybody
+    driver.SETTLE_S = 2.0
     forwards = 0
 
     def fail(*_: Any) -> None:
@@ -174,6 +175,17 @@ def failing(rank: int, folder: str, culprit: int, how: str) -> dict[str, Any]:
             seen["errors"].append(f"{type(error).__name__}: {error}")
         seen["seconds"].append(time.monotonic() - began)
     return seen
+
+
+def dies_while_others_wait(rank: int, folder: str) -> bool:
+    """Rank 0 starts a manager, and dies with it."""
+    manager = load(folder).init_continuous_batching()
+    manager.start()
+    if rank == 0:
+        time.sleep(0.5)  # the other is waiting by now
+        os._exit(1)
+    manager.stop(block=True)
+    return isinstance(manager.background_thread_status.fatal_error, RankError)
 
 
 def alone(rank: int, folder: str) -> str:

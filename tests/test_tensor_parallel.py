@@ -172,6 +172,11 @@ def test_when_one_rank_fails_alone_all_end_with_an_error(folders, culprit: int, 
         assert max(outcome.value["seconds"]) < 15
 
 
+def test_who_waits_for_a_manager_is_woken_when_its_rank_dies(folder) -> None:
+    driver, follower = run_ranks(rank_scenarios.dies_while_others_wait, folder)
+    assert driver.died and follower.value is True
+
+
 def test_a_rank_that_does_not_come(folder) -> None:
     driver, _ = run_ranks(rank_scenarios.alone, folder)
     assert "[1] have not come within 1 s" in driver.value

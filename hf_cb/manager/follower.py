@@ -6,6 +6,7 @@ the driver does between two calls of the script is followed too.
 
 from __future__ import annotations
 
+import logging
 import pickle
 import queue
 import socket
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from hf_cb.errors import RankError
+from hf_cb.errors import HfCbError, RankError
 from hf_cb.manager.team import Team, cut, logger, portable, send
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Follower(Team):
     def wait_for_end(self, manager: int, times: int, timeout: float | None) -> None:
         """Until the manager of this number has stopped so many times, or nothing is left to wait for."""
         with self._changed:
-            self._changed.wait_for(lambda: self.is_over or self.ended.get(manager, 0) >= times, timeout)
+            self._changed.wait_for(lambda: self.broken or self.ended.get(manager, 0) >= times, timeout)
 
     def _next(self, answers: queue.SimpleQueue[tuple[str, str, bytes]]) -> tuple[str, str, bytes]:
         while True:
@@ -185,7 +186,9 @@ class Follower(Team):
                 reply = self._worker.do(number, order)
         except Exception as error:
             if self.broken is None:
-                logger.warning("Rank %d: %s raised", self.rank, order[0], exc_info=True)
+                refusal = isinstance(error, HfCbError)  # which the driver will have something to say about
+                level = logging.INFO if refusal else logging.WARNING
+                logger.log(level, "Rank %d: %s raised", self.rank, order[0], exc_info=True)
                 error.add_note(f"(raised on rank {self.rank})")
                 send(self._news, ("failed", number, portable(error)))
             return
