@@ -58,7 +58,8 @@ def page() -> str:
             "`eos_token_id=-1` means none. Besides these: `seed`, `logits_processor`, `stopping_criteria`, "
             "`prefix_allowed_tokens_fn`, `negative_prompt_ids`, `negative_prompt_attention_mask`.",
             "",
-            "Greedy requests without a processor share one argmax. All others run transformers' own processors on "
+            "Greedy requests without a processor share one argmax; temperature, top_k, top_p and min_p run for all "
+            "requests in one call where there are kernels for it. All others run transformers' own processors on "
             "their own row and ids, one request at a time.",
             "",
             *table(generation_rows),

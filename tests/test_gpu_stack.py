@@ -146,9 +146,8 @@ def test_what_is_in_the_way(what: str, steps: list[int], monkeypatch: pytest.Mon
         assert is_merged(model), "again, for the next request"
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_captured_steps_are_fused_and_never_wait(overlap: bool, steps: list[int]) -> None:
-    harness = Harness(make("Mistral"), captured=True, overlap=overlap)
+def test_captured_steps_are_fused_and_never_wait(steps: list[int]) -> None:
+    harness = Harness(make("Mistral"), captured=True, overlap=True)
     want = alone(harness.model, 6)
     assert harness.tokens(6) == want and harness.runner.why_not is None
     assert len(harness.captures) == len(ladder(2))

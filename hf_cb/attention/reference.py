@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from hf_cb.core import NULL_BLOCK
+from hf_cb.kernels.lazy_zeros import lazy_zeros
 from hf_cb.kernels.reference import paged_attention as op
 from hf_cb.sizes import BLOCK_SIZE
 
@@ -89,9 +90,9 @@ class ReferenceBackend:
         return layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) * block_size * layer.dtype.itemsize
 
     def allocate(self, layer: LayerFacts, num_blocks: int, block_size: int) -> Storage:
-        # zeros, not empty: pages of memory are then taken when first written, and nothing unwritten is a NaN
+        # nothing unwritten is a NaN
         k, v = (
-            torch.zeros(num_blocks, layer.num_kv_heads, block_size, dim, dtype=layer.dtype, device=layer.device)
+            lazy_zeros(num_blocks, layer.num_kv_heads, block_size, dim, dtype=layer.dtype, device=layer.device)
             for dim in (layer.head_dim, layer.v_head_dim)
         )
         return Storage(k, v)

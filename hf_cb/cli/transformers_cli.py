@@ -1,6 +1,6 @@
 """Run transformers' own command with hf_cb in place of its continuous batching, such as `serve --continuous-batching`.
 
-usage: hf-cb transformers serve --continuous-batching --force-model FOLDER
+usage: hf-cb transformers serve FOLDER --continuous-batching
 """
 
 from __future__ import annotations

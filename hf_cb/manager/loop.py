@@ -16,12 +16,12 @@ from functools import partial
 from torch import nn
 
 from hf_cb.attention import interception
-from hf_cb.core import Request, Update
+from hf_cb.core import Request
 from hf_cb.engine.engine import Engine
 from hf_cb.errors import ManagerStoppedError, RequestCancelledError, describe
 from hf_cb.manager.openmp import release_idle_workers
 from hf_cb.manager.switching import switch_interval
-from hf_cb.manager.thread import leave, run_while_alive
+from hf_cb.manager.thread import Cancel, Deliver, leave, nobody, run_while_alive
 from hf_cb.manager.training_mode import enter_eval
 
 logger = logging.getLogger("hf_cb")
@@ -51,7 +51,7 @@ class EngineLoop:
     Args:
         engine: touched by the loop's thread alone once it runs; `model` is in `eval()` then.
         deliver: called with each step's updates, and at the end once with the error for requests that are left.
-        cancel: called with the requests in `dropped`.
+        cancel: called with the requests in `dropped`. Both are let go of at the end, so that their owner goes at once.
         num_threads: CPU threads of a step.
         switch_interval, train_mode_timeout: seconds that a busy Python thread, or somebody else's `train()`, may hold
             up a step.
@@ -61,8 +61,8 @@ class EngineLoop:
         self,
         engine: Engine,
         model: nn.Module,
-        deliver: Callable[[list[Update], BaseException | None], None],
-        cancel: Callable[[list[Request]], None],
+        deliver: Deliver,
+        cancel: Cancel,
         num_threads: int,
         switch_interval: float | None,
         train_mode_timeout: float,
@@ -130,7 +130,7 @@ class EngineLoop:
             self.refuse_if_stopped()
             self.post(message)
 
-    def start(self) -> None:
+    def start(self, deliver: Deliver, cancel: Cancel) -> None:
         """Starts the thread, after the one before it if that is still ending."""
         with self._lock:
             if self._state == "running" and self._stopping is None:
@@ -141,8 +141,8 @@ class EngineLoop:
                 raise ManagerStoppedError("The manager was destroyed and cannot be started again.")
             if self._state == "running":
                 return
-            self.fatal_error = None
-            self._stopping = None
+            self._deliver, self._cancel = deliver, cancel
+            self.fatal_error = self._stopping = None
             self._pid = os.getpid()
             release_idle_workers()  # the caller has probably just loaded the model
             args = (weakref.ref(self), weakref.ref(self.model), self._news, self._num_threads)
@@ -246,6 +246,7 @@ class EngineLoop:
                 clean_up()
             except Exception:
                 logger.exception("Cleaning up after the generation thread failed")
+        self._deliver, self._cancel = nobody, nobody
 
     def _next_move(self) -> str:
         """Handles the inbox, and waits while somebody pauses or trains. Then "step", "wait" (for news) or "end"."""

@@ -203,7 +203,7 @@ class ContinuousBatchingManager(TransformersCalls):
     def start(self) -> None:
         """Starts the thread; the model is put in `eval()` while it runs."""
         self.router.queue.reopen()
-        self.loop.start()
+        self.loop.start(self._deliver, self._cancel)
 
     def stop(
         self,

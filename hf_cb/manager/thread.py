@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import queue
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from hf_cb.attention import interception
+from hf_cb.core import Request, Update
 from hf_cb.manager.training_mode import leave_eval
+
+Deliver = Callable[[list[Update], BaseException | None], None]
+Cancel = Callable[[list[Request]], None]
 
 
 class Loop(Protocol):
     def work(self) -> bool: ...
+
+
+def nobody(*_: object) -> None:
+    """Hears nothing: in place of who is told, once there is nothing more to tell."""
 
 
 def run_while_alive(

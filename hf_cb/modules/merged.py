@@ -3,7 +3,8 @@
 Their weights are moved into one matrix, one after the other, and each parameter becomes a view of its rows: the same
 object with its shape, dtype, device and values, in the same amount of memory. A write to a parameter is a write to the
 matrix, so optimisers, `load_state_dict` and `generate` need no care; what takes a parameter elsewhere (`.to()`,
-`parameter.data = ...`) leaves the matrix behind, and that shows in where the parameter lies.
+`parameter.data = ...`) leaves the matrix behind, and that shows in where the parameter lies. `torch.save` of one such
+parameter alone, and plain `pickle`, write the whole matrix, as they do of any view.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_cb.kernels.cpu import library as lib
+from hf_cb.kernels.lazy_zeros import lazy_zeros
 
 MOST_DIM = 512  # of a head
 
@@ -24,14 +25,14 @@ class Cache(NamedTuple):
 
 
 def allocate(num_blocks: int, num_kv_heads: int, dim: int, v_dim: int, block_size: int, dtype: torch.dtype) -> Cache:
-    """Zeros, so that pages of memory are taken when first written. `dtype` is float32, float16, bfloat16 or int8."""
+    """Zeros, whose pages of memory are taken when first written. `dtype` is float32, float16, bfloat16 or int8."""
     v_row = -(-v_dim // 16) * 16
     pairs = dtype == torch.bfloat16
     k_size = (dim + dim % 2 if pairs else dim) * block_size
     v_size = (block_size + block_size % 2 if pairs else block_size) * v_row
     shape, floats = (num_kv_heads, num_blocks), dict(dtype=torch.float32, device="cpu")
     scales = [torch.zeros(*shape, block_size, **floats) for _ in range(2)] if dtype == torch.int8 else [None, None]
-    k, v = (torch.zeros(*shape, size, dtype=dtype, device="cpu") for size in (k_size, v_size))
+    k, v = (lazy_zeros(*shape, size, dtype=dtype) for size in (k_size, v_size))
     return Cache(k, v, *scales)
 
 

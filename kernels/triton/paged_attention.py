@@ -31,7 +31,8 @@ from hf_cb.kernels.triton.paged_attention_unified import unified_kernel
 
 LOG2_E = 1 / math.log(2)
 NONE = 2**30  # a window or chunk that hides nothing: the kernels need no variant without one
-PROGRAMS_PER_SM = 8  # that a split aims at: about four rounds of the two or three that a multiprocessor holds
+PROGRAMS_PER_SM = 8  # that a split aims at: about three rounds of the two or three that a multiprocessor holds
+HIGH_PER_SM = 3  # of tiles so high that it holds one or two, and that partial results take much memory
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def plan(
     if num_splits is None:
         idle = tiles * num_kv_heads < 2 * device.num_sms
         splits = (idle or rows <= 64) and max_keys > LEAST.value * config.block_n
-        num_splits = max(2, PROGRAMS_PER_SM * device.num_sms // num_kv_heads) if splits else 1
+        programs = device.num_sms * (PROGRAMS_PER_SM if config.block_m <= 32 else HIGH_PER_SM)
+        num_splits = max(2, programs // num_kv_heads) if splits else 1
     return Plan(config, tiles, num_splits)
 
 

@@ -73,10 +73,11 @@ def config_for(shape: Shape, rows: int, shared_memory: int) -> Config:
         block_n = 32 if width <= 64 else 16
     elif rows <= 32:
         block_m = 16 if rows <= 16 else 32
-        num_warps = 8 if block_m == 32 and width <= 128 else 4
+        num_warps = 8 if block_m == 32 and width <= 128 and not wide else 4
         block_n = max(32, min(128, 8192 // width))
     else:
-        block_m = 64 if rows <= 64 or (width > 128 and not wide) else 128
+        roomy = width <= 128 or (wide and shape.kv_dtype == shape.dtype)
+        block_m = 128 if rows > 64 and roomy else 64
         num_warps = 4 if block_m == 64 and width <= 128 else 8
         block_n = max(32, min(block_m, (8192 if wide else 4096) // width))
     copied = block_n * (dim_pad + v_dim_pad) * shape.kv_dtype.itemsize

@@ -18,10 +18,10 @@ from hf_cb.kernels.triton.paged_attention_tile import (
     UNSPECIALISED,
     attend,
     first_state,
-    load_queries,
+    normalised,
     oldest_key,
-    scales,
-    store_rows,
+    row_addresses,
+    scaled,
     tile_positions,
 )
 
@@ -144,11 +144,14 @@ def split_kernel(
 
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     positions = seq_len - tokens + rows // GROUP
-    queries = load_queries(q, begin, tokens, tile, kv_head, stride_q_token, stride_q_head, GROUP, DIM, DIM_PAD, BLOCK_M)
-    peak, total = first_state(sinks, rows, kv_head, piece == 0, GROUP, BLOCK_M)
-    inner_scale, outer_scale, factor = scales(
-        inner_scale, outer_scale, k_scale, v_scale, kv_head * stride_k_scale, kv_head * stride_v_scale, SOFTCAP
+    mine, cols, v_cols = rows < tokens * GROUP, tl.arange(0, DIM_PAD), tl.arange(0, V_DIM_PAD)
+    queries = tl.load(
+        row_addresses(q, begin, rows, kv_head, stride_q_token, stride_q_head, cols, GROUP),
+        mask=mine[:, None] & (cols < DIM)[None, :],
+        other=0.0,
     )
+    peak, total = first_state(sinks, rows, kv_head, piece == 0, GROUP, BLOCK_M)
+    inner_scale, outer_scale = scaled(inner_scale, outer_scale, k_scale, kv_head * stride_k_scale, SOFTCAP)
     acc, peak, total = attend(
         tl.zeros([BLOCK_M, V_DIM_PAD], tl.float32),
         peak,
@@ -180,18 +183,15 @@ def split_kernel(
         V_DIM_PAD,
         BLOCK_N,
     )
-    acc = acc * (factor / tl.where(total > 0, total, 1.0))[:, None]
+    acc = normalised(acc, total, v_scale, kv_head * stride_v_scale)
+    element = mine[:, None] & (v_cols < V_DIM)[None, :]
     if pieces == 1:
-        store_rows(
-            out, acc, begin, tokens, tile, kv_head, stride_out_token, stride_out_head, GROUP, V_DIM, V_DIM_PAD, BLOCK_M
-        )
+        to = row_addresses(out, begin, rows, kv_head, stride_out_token, stride_out_head, v_cols, GROUP)
+        tl.store(to, acc.to(out.dtype.element_ty), mask=element)
     else:
-        cols = tl.arange(0, V_DIM_PAD)
         at = (slot.to(tl.int64) * tl.num_programs(0) + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
-        lse = tl.where(total > 0, peak + tl.log2(total), NO_KEY)
-        mine = rows < tokens * GROUP
-        tl.store(partial_lse + at, lse, mask=mine)
-        tl.store(partial + at[:, None] * V_DIM + cols[None, :], acc, mask=mine[:, None] & (cols < V_DIM)[None, :])
+        tl.store(partial_lse + at, tl.where(total > 0, peak + tl.log2(total), NO_KEY), mask=mine)
+        tl.store(partial + at[:, None] * V_DIM + v_cols[None, :], acc, mask=element)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)

@@ -48,24 +48,11 @@ def tile_positions(tokens, seq_len, tile, GROUP: tl.constexpr, BLOCK_M: tl.const
 
 
 @triton.jit
-def load_queries(
-    q,
-    begin,
-    tokens,
-    tile,
-    kv_head,
-    stride_token,
-    stride_head,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.arange(0, DIM_PAD)
-    at = q + begin.to(tl.int64) * stride_token + kv_head.to(tl.int64) * GROUP * stride_head
-    at += (rows // GROUP).to(tl.int64)[:, None] * stride_token + (rows % GROUP)[:, None] * stride_head + cols[None, :]
-    return tl.load(at, mask=(rows < tokens * GROUP)[:, None] & (cols < DIM)[None, :], other=0.0)
+def row_addresses(base, begin, rows, kv_head, stride_token, stride_head, cols, GROUP: tl.constexpr):
+    """Of the elements `[BLOCK_M, cols]` of a request's query rows in q or out, where its tokens start at `begin`."""
+    at = base + begin.to(tl.int64) * stride_token + kv_head.to(tl.int64) * GROUP * stride_head
+    at += (rows // GROUP).to(tl.int64)[:, None] * stride_token
+    return at + (rows % GROUP)[:, None] * stride_head + cols[None, :]
 
 
 @triton.jit
@@ -79,16 +66,23 @@ def first_state(sinks, rows, kv_head, with_sinks, GROUP: tl.constexpr, BLOCK_M: 
 
 
 @triton.jit
-def scales(inner_scale, outer_scale, k_scale, v_scale, k_at, v_at, SOFTCAP: tl.constexpr):
-    """The factors of scores (see `attend`) and of the output, with those of a quantised cache."""
-    factor = 1.0
+def scaled(inner_scale, outer_scale, k_scale, at, SOFTCAP: tl.constexpr):
+    """The factors of scores (see `attend`), with that of the keys of a quantised cache."""
     if k_scale is not None:
         if SOFTCAP:
-            inner_scale *= tl.load(k_scale + k_at)
+            inner_scale *= tl.load(k_scale + at)
         else:
-            outer_scale *= tl.load(k_scale + k_at)
-        factor = tl.load(v_scale + v_at)
-    return inner_scale, outer_scale, factor
+            outer_scale *= tl.load(k_scale + at)
+    return inner_scale, outer_scale
+
+
+@triton.jit
+def normalised(acc, total, v_scale, at):
+    """The output of a tile; zero in rows that saw nothing. The values' factor is read late: it is one register less."""
+    factor = 1.0 / tl.where(total > 0, total, 1.0)
+    if v_scale is not None:
+        factor *= tl.load(v_scale + at)
+    return acc * factor[:, None]
 
 
 @triton.jit
@@ -197,25 +191,3 @@ def attend(
         acc = tl.dot(p.to(q.dtype), as_float(v, q.dtype), acc, input_precision="ieee")
         peak = new_peak
     return acc, peak, total
-
-
-@triton.jit
-def store_rows(
-    out,
-    values,
-    begin,
-    tokens,
-    tile,
-    kv_head,
-    stride_token,
-    stride_head,
-    GROUP: tl.constexpr,
-    V_DIM: tl.constexpr,
-    V_DIM_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.arange(0, V_DIM_PAD)
-    at = out + begin.to(tl.int64) * stride_token + kv_head.to(tl.int64) * GROUP * stride_head
-    at += (rows // GROUP).to(tl.int64)[:, None] * stride_token + (rows % GROUP)[:, None] * stride_head + cols[None, :]
-    tl.store(at, values.to(out.dtype.element_ty), mask=(rows < tokens * GROUP)[:, None] & (cols < V_DIM)[None, :])

@@ -10,10 +10,10 @@ from hf_cb.kernels.triton.paged_attention_tile import (
     attend,
     find_request,
     first_state,
-    load_queries,
+    normalised,
     oldest_key,
-    scales,
-    store_rows,
+    row_addresses,
+    scaled,
     tile_positions,
 )
 
@@ -73,11 +73,14 @@ def unified_kernel(
     low, high = first_key // BLOCK_N, last // BLOCK_N + 1
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     positions = seq_len - tokens + rows // GROUP
-    queries = load_queries(q, begin, tokens, tile, kv_head, stride_q_token, stride_q_head, GROUP, DIM, DIM_PAD, BLOCK_M)
-    peak, total = first_state(sinks, rows, kv_head, True, GROUP, BLOCK_M)
-    inner_scale, outer_scale, factor = scales(
-        inner_scale, outer_scale, k_scale, v_scale, kv_head * stride_k_scale, kv_head * stride_v_scale, SOFTCAP
+    mine, cols, v_cols = (rows < tokens * GROUP)[:, None], tl.arange(0, DIM_PAD), tl.arange(0, V_DIM_PAD)
+    queries = tl.load(
+        row_addresses(q, begin, rows, kv_head, stride_q_token, stride_q_head, cols, GROUP),
+        mask=mine & (cols < DIM)[None, :],
+        other=0.0,
     )
+    peak, total = first_state(sinks, rows, kv_head, True, GROUP, BLOCK_M)
+    inner_scale, outer_scale = scaled(inner_scale, outer_scale, k_scale, kv_head * stride_k_scale, SOFTCAP)
     # Tiles of which every row sees every key need no mask: first those, then the ones around them. Low tiles wait for
     # memory anyway, and would only wait twice for a pipeline to fill.
     full_low = tl.cdiv(oldest_key(last, window, chunk), BLOCK_N)
@@ -118,18 +121,6 @@ def unified_kernel(
             V_DIM_PAD,
             BLOCK_N,
         )
-    acc = acc * (factor / tl.where(total > 0, total, 1.0))[:, None]
-    store_rows(
-        out,
-        acc,
-        begin,
-        tokens,
-        tile,
-        kv_head,
-        stride_out_token,
-        stride_out_head,
-        GROUP,
-        V_DIM,
-        V_DIM_PAD,
-        BLOCK_M,
-    )
+    acc = normalised(acc, total, v_scale, kv_head * stride_v_scale)
+    at = row_addresses(out, begin, rows, kv_head, stride_out_token, stride_out_head, v_cols, GROUP)
+    tl.store(at, acc.to(out.dtype.element_ty), mask=mine & (v_cols < V_DIM)[None, :])
