@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
@@ -149,6 +150,7 @@ def test_a_model_that_waits_for_the_device_is_not_recorded(caplog: Any) -> None:
             return forward(self, x) if x.sum().item() == x.sum().item() else x
 
     model.model.norm.__class__ = Waits
+    caplog.set_level(logging.WARNING, "hf_cb")
     harness = Harness(model)
     assert harness.tokens(PROMPTS) == want(model, PROMPTS)
     assert "capturing" in harness.runner.why_not and "are not recorded" in caplog.text

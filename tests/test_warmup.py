@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -63,5 +64,6 @@ def test_a_step_that_does_not_fit_is_reported(caplog: pytest.LogCaptureFixture) 
         yield Counter()
         raise torch.OutOfMemoryError("no")
 
+    caplog.set_level(logging.WARNING, "hf_cb")
     assert not working_bytes(make_model("Llama"), 8, 1, full)
     assert "max_batch_tokens" in caplog.text
