@@ -207,14 +207,14 @@ def _introduce(team: Driver | Follower, manager: ContinuousBatchingManager) -> t
     number = _numbers.get(manager)
     if number is None:
         number = _numbers[manager] = team.next_manager()
-        deliver = manager.loop._deliver
+        deliver = manager._deliver
 
         def told(updates: list[Update], error: BaseException | None) -> None:
             deliver(updates, error)
             if error is not None:  # the loop has ended
                 team.tell_ended(number)
 
-        manager.loop._deliver = told
+        manager._deliver = manager.loop._deliver = told  # type: ignore[method-assign]  # it may start again
     return number, team.ends[number]
 
 
