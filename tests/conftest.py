@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import threading
 from collections.abc import Iterator
@@ -21,6 +22,22 @@ import hf_cb
 from hf_cb.attention import interception
 
 transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def loops_in_tritons_interpreter() -> None:
+    """Triton 3.6 takes a loop's bounds from arrays of one element, which numpy 2.4 no longer makes whole numbers of."""
+    if "TRITON_INTERPRET" not in os.environ or importlib.util.find_spec("triton") is None:
+        return
+    from triton.runtime import interpreter
+
+    usual = interpreter._patch_lang_tensor
+
+    def patch(tensor, scope) -> None:
+        usual(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -57,6 +57,8 @@ def make(family: str) -> transformers.PreTrainedModel:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_tokens_as_generate(family: str) -> None:
     model, prompts = make(family), make_prompts([1, 7, 13])
+    if family == "Gemma2":
+        model.set_attn_implementation("eager")  # older transformers drop a soft-cap with sdpa
     want = [generate_alone(model, p, greedy(4)) for p in prompts]
     config = EngineConfig(attention="triton", block_size=4, max_batch_tokens=9)
     got = model.generate_batch(prompts, greedy(4), config)

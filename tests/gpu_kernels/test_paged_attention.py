@@ -27,16 +27,11 @@ each_kernel = pytest.mark.parametrize("num_splits", [1, 4], ids=["unified", "spl
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repairs Triton's interpreter: it multiplies the bits of bfloat16, and 3.6 makes whole numbers of arrays with one
-    element, which numpy 2.4 refuses."""
+    """Repairs Triton's interpreter, which multiplies the bits of bfloat16."""
     from triton.language import bfloat16, float32
     from triton.runtime import interpreter as own
 
-    usual, usual_dot = own._patch_lang_tensor, own.InterpreterBuilder.create_dot
-
-    def patch(tensor, scope) -> None:
-        usual(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+    usual_dot = own.InterpreterBuilder.create_dot
 
     def dot(self, a, b, *rest) -> Any:
         if a.dtype == bfloat16:
@@ -44,7 +39,6 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
             a, b = (own.TensorHandle(x.view("f4"), float32) for x in bits)
         return usual_dot(self, a, b, *rest)
 
-    monkeypatch.setattr(own, "_patch_lang_tensor", patch)
     monkeypatch.setattr(own.InterpreterBuilder, "create_dot", dot)
 
 

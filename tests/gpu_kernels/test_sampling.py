@@ -52,20 +52,6 @@ def stable_sort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "sort", functools.partial(torch.sort, stable=True))
 
 
-@pytest.fixture(autouse=True)
-def loops_with_bounds_from_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter makes whole numbers of arrays with one element, which numpy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    usual = interpreter._patch_lang_tensor
-
-    def patch(tensor, scope) -> None:
-        usual(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
-
-
 @pytest.fixture(params=SIZES)
 def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """One tile a row, as a small vocabulary has it; several; with and without lists of candidates."""
