@@ -10,17 +10,17 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from hf_cb.config import CONVERTED, NEUTRAL, EngineConfig
-from hf_cb.models import generation
+from hf_cb.models import options
 
 PAGE = Path(__file__).with_name("options.md")
 
 
 def generation_fate(name: str) -> str:
-    if name in generation.HONOURED:
+    if name in options.HONOURED:
         return "honoured, per request"
-    if name in generation.NEUTRAL:
+    if name in options.NEUTRAL:
         return "neutral: accepted, no answer depends on it"
-    off = [repr(v) for v in generation.REFUSED.get(name, ())]
+    off = [repr(v) for v in options.REFUSED.get(name, ())]
     return f"refused by name{', unless it is ' + ' or '.join(off) if off else ''}"
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_cb.config import EngineConfig
-    from hf_cb.core import Delta, GenerationOutput, RequestMetrics, StepRecord
+    from hf_cb.core import Delta, GenerationOutput, RequestMetrics
     from hf_cb.demo import demo_model
     from hf_cb.errors import (
         HfCbError,
@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     )
     from hf_cb.manager.manager import ContinuousBatchingManager
     from hf_cb.patching import accelerate, explain, patch, restore, unpatch
+    from hf_cb.steps import StepRecord
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "config": ["EngineConfig"],
-    "core": ["Delta", "GenerationOutput", "RequestMetrics", "StepRecord"],
+    "core": ["Delta", "GenerationOutput", "RequestMetrics"],
+    "steps": ["StepRecord"],
     "demo": ["demo_model"],
     "errors": [
         "HfCbError",

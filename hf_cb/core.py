@@ -1,4 +1,4 @@
-"""The vocabulary of hf_cb on one page: what a request is, what a step is, and what comes back.
+"""The vocabulary of hf_cb on one page: what a request is, and what comes back. A step's is in `steps`.
 
 A request has `token_ids` (prompt and output) and `num_computed` of them have their keys and values in the cache. There
 is no prefill phase and no decode phase: a step computes some of the difference (vLLM's formulation).
@@ -11,9 +11,8 @@ import itertools
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-import torch
 from transformers.generation.continuous_batching.requests import GenerationOutput as _TransformersOutput
 
 from hf_cb.warpers import Warpers
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
-NULL_BLOCK = 0  # the block that no request owns: table entries without content point at it, and it stays zero
 
 _arrivals = itertools.count()
 
@@ -158,134 +156,6 @@ class Request:
     def max_tokens(self) -> int:
         """Most tokens it can ever have in the KV cache: its last one is never computed."""
         return len(self.prompt_ids) + self.params.max_new_tokens - 1
-
-
-@dataclass(frozen=True)
-class LayerFacts:
-    """What one attention call needs, as seen in the call itself, never from a model's config.
-
-    A query at position p sees keys j <= p, and of those only j > p - `window`, or the ones in its own `chunk`.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    scale: float
-    dtype: torch.dtype
-    device: torch.device
-    window: int | None = None
-    chunk: int | None = None
-    softcap: float | None = None
-    has_sinks: bool = False
-
-    @property
-    def kv_shape(self) -> tuple[Any, ...]:
-        """Layers with the same shape can use the same storage."""
-        return (self.num_kv_heads, self.head_dim, self.v_head_dim, self.dtype, self.device)
-
-
-@dataclass
-class PlanPart:
-    """One request's share of a step: its next `num_tokens` tokens; `samples` rows of logits are wanted at its end."""
-
-    request: Request
-    start: int
-    num_tokens: int
-    samples: int  # 0: a prompt chunk before the last; 1: usual; 1 + k: verifies k drafts
-    drafts: list[int] = field(default_factory=list)
-    was_decoding: bool = False
-    new_blocks: list[tuple[int, int]] = field(default_factory=list)  # (group, block) taken for this part
-    copies: list[tuple[int, int, int]] = field(default_factory=list)  # (group, source, destination): copy on write
-    loads: list[tuple[int, int, int]] = field(default_factory=list)  # (group, host block, block)
-
-
-@dataclass
-class StepPlan:
-    """Who runs in this step."""
-
-    parts: list[PlanPart] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    saves: list[tuple[int, int, int]] = field(default_factory=list)  # of theirs: (group, block, host block)
-    admitted: list[Request] = field(default_factory=list)
-    bound_by: str | None = None  # the budget that kept work out: "tokens", "blocks", "requests", or None
-    short: bool = False  # a running request needs blocks that come back only when a step is committed
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(p.num_tokens for p in self.parts)
-
-
-@dataclass
-class GroupBatch:
-    """What the layers of one KV group need: where to write and where to read.
-
-    `slot_mapping [T]` int64: block * block_size + offset of each new token. `block_table [R, max_blocks]` int32, padded
-    with NULL_BLOCK; blocks that a window has left behind are NULL_BLOCK too. Before the forward, in this order: blocks
-    saved to the host, copied, cleared, loaded from the host.
-    """
-
-    slot_mapping: Tensor
-    block_table: Tensor
-    copies: list[tuple[int, int]]
-    cleared: list[int]
-    saves: list[tuple[int, int]] = field(default_factory=list)
-    loads: list[tuple[int, int]] = field(default_factory=list)
-
-
-@dataclass
-class StepBatch:
-    """A StepPlan as flat tensors; T query tokens of R requests, laid end to end. Built once per step.
-
-    `input_ids [T]`, `position_ids [T]`, `logits_rows [S]` int64; `cu_seqlens_q [R + 1]`, `seq_lens [R]` (keys, this
-    step's included) int32, both also as Python lists.
-    """
-
-    requests: list[Request]
-    input_ids: Tensor
-    position_ids: Tensor
-    logits_rows: Tensor
-    cu_seqlens_q: Tensor
-    seq_lens: Tensor
-    query_lens_list: list[int]
-    seq_lens_list: list[int]
-    groups: list[GroupBatch]
-    block_size: int
-    best_is_enough: bool = False  # of each row of logits; a runner may then return the tokens themselves
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What one step did and which budget bound it: used and allowed query tokens, KV blocks and requests."""
-
-    step: int
-    started: float
-    plan_s: float
-    build_s: float
-    forward_s: float
-    sample_s: float
-    commit_s: float
-    decode_tokens: int
-    prefill_tokens: int
-    tokens_allowed: int
-    blocks_used: int
-    blocks_cached: int
-    blocks_allowed: int
-    requests: int
-    requests_allowed: int
-    waiting: int
-    preempted: int
-    sampled: int
-    bound_by: str | None
-
-    @property
-    def query_tokens(self) -> int:
-        return self.decode_tokens + self.prefill_tokens
-
-    @property
-    def host_s(self) -> float:
-        """The engine's own time."""
-        return self.plan_s + self.build_s + self.commit_s
 
 
 @dataclass

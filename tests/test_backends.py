@@ -23,8 +23,8 @@ from hf_cb.attention.pages import Meta, PagesBackend, Storage, store
 from hf_cb.attention.reference import ReferenceBackend
 from hf_cb.attention.several import SeveralBackends
 from hf_cb.cli import main
-from hf_cb.core import LayerFacts, StepPlan
 from hf_cb.engine.batch import build
+from hf_cb.steps import LayerFacts, StepPlan
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 LAYER = LayerFacts(4, 2, 16, 16, scale=0.25, dtype=torch.float16, device=GPU)

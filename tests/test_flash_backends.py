@@ -17,8 +17,8 @@ from test_batch import part, plain_attention
 from hf_cb.attention import flash, torch_varlen
 from hf_cb.attention.flash import GENERATIONS, Flash, FlashBackend, Generation
 from hf_cb.attention.torch_varlen import TorchVarlenBackend
-from hf_cb.core import LayerFacts, StepPlan
 from hf_cb.engine.batch import build
+from hf_cb.steps import LayerFacts, StepPlan
 
 CPU = torch.device("cpu")
 GENERATION = {generation.number: generation for generation in GENERATIONS}

@@ -23,8 +23,8 @@ from hf_cb.attention.choice import choose_backend
 from hf_cb.attention.pages import Storage
 from hf_cb.attention.trial import small_step
 from hf_cb.attention.triton import TritonBackend
-from hf_cb.core import NULL_BLOCK, LayerFacts, StepBatch
 from hf_cb.models.twin import spread_weights
+from hf_cb.steps import NULL_BLOCK, LayerFacts, StepBatch
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from hf_cb.core import GroupBatch, LayerFacts, StepBatch
+    from hf_cb.steps import GroupBatch, LayerFacts, StepBatch
 
 
 class AttentionBackend(Protocol):

@@ -13,7 +13,7 @@ from hf_cb.errors import OptionError
 if TYPE_CHECKING:
     import torch
 
-    from hf_cb.core import LayerFacts
+    from hf_cb.steps import LayerFacts
 
 
 def choose_backend(
@@ -51,7 +51,7 @@ def survey(device: torch.device) -> dict[str, str | None]:
 def usual_layer(device: torch.device) -> LayerFacts:
     import torch
 
-    from hf_cb.core import LayerFacts
+    from hf_cb.steps import LayerFacts
 
     return LayerFacts(32, 8, 128, 128, scale=128**-0.5, dtype=torch.bfloat16, device=device)
 

@@ -15,7 +15,7 @@ from hf_cb.sizes import BLOCK_SIZE
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hf_cb.core import GroupBatch, LayerFacts, StepBatch
+    from hf_cb.steps import GroupBatch, LayerFacts, StepBatch
 
 
 @dataclass

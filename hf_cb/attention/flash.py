@@ -19,7 +19,7 @@ from hf_cb.sizes import BLOCK_SIZE
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hf_cb.core import LayerFacts
+    from hf_cb.steps import LayerFacts
 
 INSTALL = 'pip install "hf-cb[flash]"'
 

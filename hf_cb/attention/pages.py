@@ -18,7 +18,7 @@ from hf_cb.sizes import BLOCK_SIZE
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hf_cb.core import GroupBatch, LayerFacts, StepBatch
+    from hf_cb.steps import GroupBatch, LayerFacts, StepBatch
 
 HALVES = (torch.bfloat16, torch.float16)
 MOST_DIM = 256  # of a head, in FlashAttention as in our own kernels

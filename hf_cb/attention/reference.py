@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from hf_cb.core import NULL_BLOCK
 from hf_cb.kernels.lazy_zeros import lazy_zeros
 from hf_cb.kernels.reference import paged_attention as op
 from hf_cb.sizes import BLOCK_SIZE
+from hf_cb.steps import NULL_BLOCK
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hf_cb.core import GroupBatch, LayerFacts, StepBatch
+    from hf_cb.steps import GroupBatch, LayerFacts, StepBatch
 
 
 class Storage(NamedTuple):

@@ -16,7 +16,7 @@ from hf_cb.attention.triton import write
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hf_cb.core import LayerFacts
+    from hf_cb.steps import LayerFacts
 
 NEEDS = frozenset({"scale", "window_size", "enable_gqa", "seqused_k", "block_table"})
 

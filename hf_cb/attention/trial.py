@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_cb.core import NULL_BLOCK, GroupBatch, LayerFacts, StepBatch
 from hf_cb.kernels.reference.paged_attention import chunk_attention
+from hf_cb.steps import NULL_BLOCK, GroupBatch, LayerFacts, StepBatch
 
 if TYPE_CHECKING:
     from hf_cb.attention.backend import AttentionBackend

@@ -20,7 +20,7 @@ from hf_cb.attention.trial import failure
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hf_cb.core import LayerFacts
+    from hf_cb.steps import LayerFacts
 
 OLDEST = (3, 6)
 DEVICE_TYPES = frozenset({"cuda", "xpu"})

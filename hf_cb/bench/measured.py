@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from hf_cb.bench.workload import Workload
-from hf_cb.core import StepRecord
+from hf_cb.steps import StepRecord
 
 
 class CannotRun(Exception):

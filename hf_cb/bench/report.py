@@ -12,7 +12,7 @@ from hf_cb.bench.floor import Floor
 from hf_cb.bench.measured import Measured
 from hf_cb.bench.run import BenchResult
 from hf_cb.bench.speeds import Speeds, best_of
-from hf_cb.core import StepRecord
+from hf_cb.steps import StepRecord
 
 PERCENTILES = (50, 95, 99)
 DISTURBING = 0.1  # cores that are busy with something else

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_cb.core import NULL_BLOCK, GroupBatch, PlanPart, StepBatch, StepPlan
 from hf_cb.engine.flight import Unread
+from hf_cb.steps import NULL_BLOCK, GroupBatch, PlanPart, StepBatch, StepPlan
 
 
 def build(

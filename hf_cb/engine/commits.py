@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hf_cb.core import FinishReason, PlanPart, Request, Status, Update
+from hf_cb.core import FinishReason, Request, Status, Update
 from hf_cb.engine import records
 from hf_cb.engine.kv_cache import KVCache
 from hf_cb.engine.runner import Runner
@@ -15,6 +15,7 @@ from hf_cb.engine.sampler import Sampled
 from hf_cb.engine.scheduler import Scheduler
 from hf_cb.engine.stopping import check_stop, is_late
 from hf_cb.errors import describe
+from hf_cb.steps import PlanPart
 
 
 class Commits:

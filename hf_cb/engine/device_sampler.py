@@ -8,9 +8,10 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from hf_cb.core import PlanPart, Request
+from hf_cb.core import Request
 from hf_cb.engine.sampler import Drawing, Sampled, Sampler, drawn, is_plain, sample_row
 from hf_cb.kernels.reference.sampling import best_tokens
+from hf_cb.steps import PlanPart
 
 # logits [S, V] and each row's temperature, top_k, top_p, min_p, seed, position [S] -> tokens, log-probabilities [S]
 Draw = Callable[..., tuple[Tensor, Tensor]]

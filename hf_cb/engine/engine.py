@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush
 
 import torch
 
-from hf_cb.core import FinishReason, Request, Status, StepPlan, StepRecord, Update
+from hf_cb.core import FinishReason, Request, Status, Update
 from hf_cb.engine import batch as batching
 from hf_cb.engine import records
 from hf_cb.engine.commits import Commits
@@ -31,6 +31,7 @@ from hf_cb.engine.speculation import DraftSource
 from hf_cb.engine.stopping import end_times, is_late
 from hf_cb.errors import ModelChangedError
 from hf_cb.sizes import ResolvedConfig
+from hf_cb.steps import StepPlan, StepRecord
 
 
 class Engine:

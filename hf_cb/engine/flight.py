@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hf_cb.core import Request, StepPlan
+from hf_cb.core import Request
 from hf_cb.engine.sampler import Drawing, Sampled
+from hf_cb.steps import StepPlan
 
 
 @dataclass(frozen=True)

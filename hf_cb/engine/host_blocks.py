@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from hf_cb.core import NULL_BLOCK, Request
+from hf_cb.core import Request
+from hf_cb.steps import NULL_BLOCK
 
 
 @dataclass

@@ -12,10 +12,11 @@ from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from hf_cb.core import NULL_BLOCK, Request
+from hf_cb.core import Request
 from hf_cb.engine.block_pool import BlockPool
 from hf_cb.engine.host_blocks import Saved
 from hf_cb.models.groups import LayerGroup
+from hf_cb.steps import NULL_BLOCK
 
 
 @dataclass

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hf_cb.core import Request, StepPlan
+from hf_cb.core import Request
+from hf_cb.steps import StepPlan
 
 
 def of_plan(plan: StepPlan, times: Sequence[float]) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_cb.core import Request, Status, StepPlan
+from hf_cb.core import Request, Status
 from hf_cb.errors import describe
+from hf_cb.steps import StepPlan
 
 logger = logging.getLogger("hf_cb")
 

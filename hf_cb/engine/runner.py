@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from hf_cb.core import Request, StepBatch
+    from hf_cb.core import Request
     from hf_cb.models.groups import LayerGroup
+    from hf_cb.steps import StepBatch
 
 
 class Runner(Protocol):

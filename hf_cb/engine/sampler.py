@@ -14,11 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hf_cb.core import PlanPart, Request
+from hf_cb.core import Request
 from hf_cb.errors import describe
 from hf_cb.kernels.cpu import library as lib
 from hf_cb.kernels.cpu import sampler as op
 from hf_cb.seeds import uniform
+from hf_cb.steps import PlanPart
 
 
 @dataclass

@@ -5,12 +5,13 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Collection
 
-from hf_cb.core import PlanPart, Request, Status, StepPlan
+from hf_cb.core import Request, Status
 from hf_cb.engine.host_blocks import HostBlocks
 from hf_cb.engine.kv_cache import KVCache
 from hf_cb.engine.policies import Fifo, Policy
 from hf_cb.engine.speculation import DraftSource, NoDrafts
 from hf_cb.sizes import ResolvedConfig
+from hf_cb.steps import PlanPart, StepPlan
 
 
 class Scheduler:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,9 +10,8 @@ import torch
 
 from hf_cb.attention import interception
 from hf_cb.config import EngineConfig
-from hf_cb.core import Request, Status, StepRecord, Update
-from hf_cb.engine.limits import check_ids, fit
-from hf_cb.errors import OptionError
+from hf_cb.core import Request, Status, Update
+from hf_cb.engine.limits import check_ids
 from hf_cb.manager import kept
 from hf_cb.manager.build import build_engine
 from hf_cb.manager.compat import TransformersCalls
@@ -23,10 +21,12 @@ from hf_cb.manager.mailbox import Mailbox
 from hf_cb.manager.openmp import release_idle_workers
 from hf_cb.manager.registry import Registry
 from hf_cb.manager.router import Router
+from hf_cb.manager.submission import make_requests
 from hf_cb.metrics.stats import ManagerStats
 from hf_cb.models.generation import Recipe, make_recipe
 from hf_cb.models.plan import Need
-from hf_cb.seeds import derive_seed, seed_sequence
+from hf_cb.seeds import seed_sequence
+from hf_cb.steps import StepRecord
 from hf_cb.text.prompts import encode_prompt
 
 if TYPE_CHECKING:
@@ -150,30 +150,11 @@ class ContinuousBatchingManager(TransformersCalls):
         return handle
 
     def _make_requests(
-        self,
-        prompt_ids: list[int],
-        recipe: Recipe,
-        request_id: str | None = None,
-        priority: int = 0,
-        deadline: float | None = None,
-        max_queue_time: float | None = None,
+        self, prompt_ids: list[int], recipe: Recipe, request_id: str | None = None, **options: Any
     ) -> list[Request]:
-        """One request for each sequence, checked; all but the first are forks of it."""
-        if request_id is not None and not isinstance(request_id, str):
-            raise OptionError(f"request_id must be a string or None, not {request_id!r}.")
         check_ids(prompt_ids, self._vocab_size)
-        params = recipe.for_prompt(prompt_ids)
-        in_queue = self.config.max_queue_time if max_queue_time is None else max_queue_time
-        times = (_time_from_now("deadline", deadline), _time_from_now("max_queue_time", in_queue))
-        first = Request(request_id or "", prompt_ids, params, priority, *times)
-        fit(first, self.engine.config, self.engine.kv)
-        first.request_id = request_id or self.registry.next_id()  # last, so that refused prompts use up no ids
-        requests = [first]
-        for i in range(1, recipe.num_return_sequences):
-            own = recipe.for_prompt(prompt_ids, derive_seed(params.seed, i))
-            child = f"{first.request_id}__child#{i - 1}"
-            requests.append(Request(child, prompt_ids, own, priority, *times, fork_of=first))
-        return requests
+        options["request_id"] = request_id
+        return make_requests(prompt_ids, recipe, self.engine, self.registry.next_id, self.config, **options)
 
     def _enqueue(
         self,
@@ -288,11 +269,3 @@ class ContinuousBatchingManager(TransformersCalls):
         self.router.deliver(updates, error)
         if error is not None:
             self.router.queue.close()
-
-
-def _time_from_now(name: str, seconds: float | None) -> float | None:
-    if seconds is None:
-        return None
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-        raise OptionError(f"{name} must be a positive number of seconds from now, not {seconds!r}.")
-    return time.perf_counter() + seconds

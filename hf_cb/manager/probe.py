@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_cb.config import EngineConfig
-from hf_cb.core import PlanPart, Request, SamplingParams
+from hf_cb.core import Request, SamplingParams
 from hf_cb.engine.engine import Engine
 from hf_cb.engine.sampler import Sampled
 from hf_cb.errors import HfCbError, UnsupportedModelError
@@ -27,6 +27,7 @@ from hf_cb.manager.leading import build_path, plan_path
 from hf_cb.manager.paths import PATHS
 from hf_cb.models.sharding import is_sharded
 from hf_cb.models.twin import VOCAB, make_twin
+from hf_cb.steps import PlanPart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_cb.core import NULL_BLOCK, GroupBatch, StepBatch
 from hf_cb.errors import describe
 from hf_cb.kernels.reference.sampling import best_tokens
 from hf_cb.models.capture import Capture
 from hf_cb.models.guard import Guard
 from hf_cb.models.paged import PagedModel
+from hf_cb.steps import NULL_BLOCK, GroupBatch, StepBatch
 
 logger = logging.getLogger("hf_cb")
 

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 
-from hf_cb.core import Request, StepBatch
+from hf_cb.core import Request
 from hf_cb.errors import UnsupportedModelError
 from hf_cb.models.device import device_of, turn
 from hf_cb.models.groups import LayerGroup
 from hf_cb.models.lanes import Lanes
 from hf_cb.models.rope import reset, rotary_by_length, states_kept
+from hf_cb.steps import StepBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

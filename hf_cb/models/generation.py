@@ -1,14 +1,13 @@
 """What a GenerationConfig means for one request, by `generate`'s own merge and with `generate`'s own processors.
 
-Unset fields come from the model's generation config and then from the defaults. Every option is honoured, or without
-meaning here (`NEUTRAL`), or refused by name.
+Unset fields come from the model's generation config and then from the defaults. Which options there
+are is in `options`.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,51 +18,12 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from hf_cb.core import SamplingParams, StopCheck
 from hf_cb.errors import OptionError, PromptError
 from hf_cb.models.device import device_of
+from hf_cb.models.options import check_refused, check_values, eos_ids
 from hf_cb.text.prompts import TEXT_ONLY, media_inputs
 from hf_cb.warpers import as_warpers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-# Mean what they mean in `generate`
-HONOURED = frozenset(
-    {"max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings", "eos_token_id"}
-    | {"do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
-    | {"repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"}
-    | {"bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"}
-    | {"begin_suppress_tokens", "exponential_decay_length_penalty", "renormalize_logits", "remove_invalid_values"}
-    | {"guidance_scale", "watermarking_config", "num_return_sequences"}
-)
-
-# Without meaning in continuous batching: accepted with any value, and no answer depends on them
-NEUTRAL = frozenset(
-    {"use_cache", "cache_implementation", "cache_config", "max_cache_len", "compile_config", "disable_compile"}
-    | {"continuous_batching_config", "prefill_chunk_size", "low_memory", "pad_token_id", "bos_token_id"}
-    | {"decoder_start_token_id", "transformers_version", "early_stopping", "length_penalty", "is_assistant"}
-    | {"num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"}
-    | {"assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "max_matching_ngram_size"}
-)
-
-# Refused unless they have the value that switches them off; so is any field that is in none of the three lists
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "diversity_penalty": (0.0,),
-    "constraints": (),
-    "force_words_ids": (),
-    "penalty_alpha": (0.0,),
-    "dola_layers": (),
-    "use_mtp": (False,),
-    "prompt_lookup_num_tokens": (),
-    "assistant_early_exit": (),
-    "speculation_type": (),
-    "token_healing": (False,),
-    "output_attentions": (False,),
-    "output_hidden_states": (False,),
-    "output_scores": (False,),
-    "output_logits": (False,),
-    "return_dict_in_generate": (False,),
-}
 
 # `generate`'s arguments that are not in GenerationConfig
 _PER_REQUEST = (
@@ -190,7 +150,7 @@ def make_recipe(
             raise OptionError(f"{name}= is an input of the model beside its text: use model.generate for it.")
         if name not in known:
             raise OptionError(f"Unknown option {name!r}: it is neither in GenerationConfig nor one of {_PER_REQUEST}.")
-    _check_values(options)
+    check_values(options)
     for name in ("logits_processor", "stopping_criteria"):
         given = extras.get(name)
         if given is not None and not (isinstance(given, (list, tuple)) and all(callable(g) for g in given)):
@@ -199,10 +159,10 @@ def make_recipe(
     if own_seed is not None and (isinstance(own_seed, bool) or not hasattr(own_seed, "__index__")):
         raise OptionError(f"seed must be a whole number or None, not {own_seed!r}.")
     config = _merge(model, generation_config, options)
-    _check_refused(config)
+    check_refused(config)
     if config.stop_strings is not None and tokenizer is None:
         raise OptionError(f"stop_strings={config.stop_strings!r} needs a tokenizer: pass tokenizer=.")
-    config.eos_token_id = _eos_ids(config.eos_token_id)
+    config.eos_token_id = eos_ids(config.eos_token_id)
     return Recipe(model, config, extras, tokenizer, default_length, logprobs, own_seed, seeds)
 
 
@@ -213,56 +173,11 @@ def _merge(model: PreTrainedModel, config: GenerationConfig | None, options: dic
     # the config and separate options together are fine here, and transformers would warn about it
     given = copy.deepcopy(config) if config is not None else GenerationConfig()
     given.update(**options)
-    _check_values({k: v for k, v in vars(given).items() if v is not None})
+    check_values({k: v for k, v in vars(given).items() if v is not None})
     merged, _ = model._prepare_generation_config(given)
     if not length_is_set:
         merged.max_length = None
     return merged
-
-
-def _eos_ids(given: Any) -> list[int] | None:
-    """A list of ids, or None: -1 means none, and arrays and tensors are lists too."""
-    if given is None:
-        return None
-    values = given.tolist() if hasattr(given, "tolist") else given
-    values = values if isinstance(values, (list, tuple)) else [values]
-    try:
-        if any(isinstance(v, bool) for v in values):
-            raise TypeError
-        ids = [operator.index(v.item() if hasattr(v, "item") else v) for v in values]
-    except TypeError:
-        raise OptionError(f"eos_token_id must be a token id or a list of them, not {given!r}.") from None
-    return [i for i in ids if i != -1] or None
-
-
-def _check_values(options: dict[str, Any]) -> None:
-    """Raises OptionError for the values that people get wrong, before anything runs."""
-    for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences", "top_k"):
-        value = options.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise OptionError(f"{name} must be a whole number, not {value!r}.")
-        least = 1 if name in ("max_new_tokens", "max_length", "num_return_sequences") else 0
-        if value < least:
-            raise OptionError(f"{name} must be at least {least}, not {value}.")
-    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "max_time"):
-        value = options.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value != value):
-            raise OptionError(f"{name} must be a number, not {value!r}.")
-    if options.get("max_time") is not None and not options["max_time"] > 0:
-        raise OptionError(f"max_time must be more than 0 seconds, not {options['max_time']!r}.")
-
-
-def _check_refused(config: GenerationConfig) -> None:
-    for name in vars(GenerationConfig()):
-        value = getattr(config, name, None)
-        if name.startswith("_") or name in HONOURED or name in NEUTRAL or value is None:
-            continue
-        if value not in REFUSED.get(name, ()):
-            raise OptionError(
-                f"{name}={value!r} is not supported by hf_cb: use model.generate for it, or leave it unset."
-            )
 
 
 def _as_stop_check(criteria: Callable[..., Any], device: torch.device) -> StopCheck:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from hf_cb.attention.flash import FlashBackend
 from hf_cb.attention.pages import Meta, Storage
 from hf_cb.attention.triton import TritonBackend, device_problem, package_problem
-from hf_cb.core import LayerFacts, StepBatch
 from hf_cb.models import known as knowing
 from hf_cb.models.captured import CapturedModel
 from hf_cb.models.guard import Guard
@@ -33,6 +32,7 @@ from hf_cb.modules.merged import merge
 from hf_cb.modules.others import is_computing
 from hf_cb.modules.recipe import LayerRecipe
 from hf_cb.modules.recognise import NotRecognised
+from hf_cb.steps import LayerFacts, StepBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_cb.core import LayerFacts
+from hf_cb.steps import LayerFacts
 
 MAX_GROUPS_OF_A_KIND = 6  # each group costs a table and a slot mapping per step
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_cb.attention.backend import AttentionBackend
 from hf_cb.attention.interception import AttentionCall, Drive, stepping
-from hf_cb.core import Request, StepBatch
+from hf_cb.core import Request
 from hf_cb.errors import ModelChangedError
 from hf_cb.models.device import device_of, turn
 from hf_cb.models.groups import LayerGroup, storage_layers
@@ -19,6 +19,7 @@ from hf_cb.models.recurrent import RecurrentStates
 from hf_cb.models.rope import LengthDependentRope
 from hf_cb.models.trace import Trace
 from hf_cb.modules.weights import mark_of
+from hf_cb.steps import StepBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

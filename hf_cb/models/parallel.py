@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from hf_cb.core import GroupBatch, Request, SamplingParams, StepBatch
+from hf_cb.core import Request, SamplingParams
 from hf_cb.models.dense import DenseModel
 from hf_cb.models.groups import LayerGroup
 from hf_cb.models.paged import PagedModel
+from hf_cb.steps import GroupBatch, StepBatch
 
 Inner = PagedModel | DenseModel
 

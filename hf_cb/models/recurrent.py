@@ -19,9 +19,10 @@ from transformers.cache_utils import Cache
 
 from hf_cb.attention.interception import Drive
 from hf_cb.attention.masks import MaskMark
-from hf_cb.core import Request, StepBatch
+from hf_cb.core import Request
 from hf_cb.models.driving import cache_argument, name_arguments
 from hf_cb.models.lanes import Lanes
+from hf_cb.steps import StepBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from hf_cb.attention.interception import Drive
-from hf_cb.core import Request, StepBatch
+from hf_cb.core import Request
 from hf_cb.errors import UnsupportedModelError
 from hf_cb.models.device import device_of
 from hf_cb.models.driving import cache_argument, check_drivable, name_arguments
+from hf_cb.steps import StepBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from hf_cb.attention.cpu import CpuBackend
-from hf_cb.core import StepBatch
 from hf_cb.models import gpu_stack
 from hf_cb.models import known as knowing
 from hf_cb.models.known import Known, known_of
@@ -24,6 +23,7 @@ from hf_cb.models.reading import place_of
 from hf_cb.modules.decoder import Decoder
 from hf_cb.modules.wanted import Mode
 from hf_cb.modules.weights import is_packed
+from hf_cb.steps import StepBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

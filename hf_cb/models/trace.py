@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from hf_cb.attention.interception import AttentionCall, Drive, stepping
-from hf_cb.core import LayerFacts
 from hf_cb.errors import UnsupportedModelError
 from hf_cb.kernels.reference.paged_attention import chunk_attention
 from hf_cb.models import lanes
@@ -22,6 +21,7 @@ from hf_cb.models.device import device_of, turn
 from hf_cb.models.driving import cache_argument, check_drivable, name_arguments
 from hf_cb.models.recurrent import Piece, find_recurrent, run_piece
 from hf_cb.models.rope import rotary_by_length
+from hf_cb.steps import LayerFacts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_cb.core import GroupBatch, StepBatch
 from hf_cb.models.paged import PagedModel
 from hf_cb.models.plan import model_length
 from hf_cb.modules.recognise import NotRecognised
+from hf_cb.steps import GroupBatch, StepBatch
 
 LENGTHS = (11, 6)
 FARTHEST = 2**15  # that the second prompt's positions lie, where the model has so many: what depends on them shows

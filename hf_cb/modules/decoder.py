@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_cb.core import StepBatch
 from hf_cb.kernels.cpu import library as lib
 from hf_cb.kernels.cpu.linear import PANEL, Columns, in_turns, side_by_side
 from hf_cb.modules.recipe import LayerRecipe, ModelRecipe, NormRecipe, Piece, RotaryRecipe
 from hf_cb.modules.weights import PackedWeights
+from hf_cb.steps import StepBatch
 
 POSITIONS = 4096
 NORMS = ("input_norm", "post_attention_norm", "pre_mlp_norm", "post_mlp_norm", "q_norm", "k_norm")

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_cb.core import StepBatch
 from hf_cb.modules.merged import Product
 from hf_cb.modules.recipe import LayerRecipe, ModelRecipe, NormRecipe
 from hf_cb.modules.recognise import ACTIVATIONS, NotRecognised
+from hf_cb.steps import StepBatch
 
 Angles = Mapping[Any, tuple[Tensor, Tensor]]
 

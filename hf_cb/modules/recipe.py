@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_cb.core import LayerFacts
+from hf_cb.steps import LayerFacts
 
 
 @dataclass(frozen=True)

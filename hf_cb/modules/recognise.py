@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_cb.core import LayerFacts
 from hf_cb.modules.recipe import LayerRecipe, NormRecipe, Piece, RotaryRecipe
 from hf_cb.modules.weights import PackedParameter
+from hf_cb.steps import LayerFacts
 
 QKV_NAMES = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("qkv_proj",), ("Wqkv",))
 O_NAMES = ("o_proj", "out_proj", "dense")

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from hf_cb.config import EngineConfig
-from hf_cb.core import Request, SamplingParams, StepBatch
+from hf_cb.core import Request, SamplingParams
 from hf_cb.engine.engine import Engine
 from hf_cb.models.groups import LayerGroup
 from hf_cb.sizes import ResolvedConfig, Surroundings, resolve
+from hf_cb.steps import StepBatch
 
 VOCAB = 1000
 

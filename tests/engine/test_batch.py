@@ -9,9 +9,9 @@ import torch
 from fake_runner import request
 
 from hf_cb.attention.reference import ReferenceBackend
-from hf_cb.core import LayerFacts, PlanPart, StepPlan
 from hf_cb.engine.batch import build
 from hf_cb.kernels.reference.paged_attention import visible
+from hf_cb.steps import LayerFacts, PlanPart, StepPlan
 
 CPU = torch.device("cpu")
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hf_cb.core import NULL_BLOCK, Request, SamplingParams
+from hf_cb.core import Request, SamplingParams
 from hf_cb.engine import kv_cache
 from hf_cb.engine.kv_cache import KVCache
 from hf_cb.models.groups import LayerGroup
+from hf_cb.steps import NULL_BLOCK
 
 FULL = LayerGroup(layers=(0,), storages=(0,))
 SLIDING = LayerGroup(layers=(1,), storages=(0,), window=4)

@@ -8,9 +8,10 @@ from cpu_variants import needs_library
 from tiny_models import make_model
 from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper
 
-from hf_cb.core import PlanPart, Request
+from hf_cb.core import Request
 from hf_cb.engine.sampler import Sampled, Sampler
 from hf_cb.models.generation import make_recipe
+from hf_cb.steps import PlanPart
 from hf_cb.warpers import Warpers
 
 MIXES = (

@@ -13,8 +13,9 @@ from tiny_models import generate_alone, greedy, make_model, make_prompts
 from hf_cb.attention import backend as backends
 from hf_cb.attention.reference import ReferenceBackend
 from hf_cb.config import EngineConfig
-from hf_cb.core import LayerFacts, PlanPart, Request
+from hf_cb.core import Request
 from hf_cb.engine.sampler import Sampled, Sampler
+from hf_cb.steps import LayerFacts, PlanPart
 
 
 class LongestPromptFirst:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from fake_runner import FakeRunner, resolved
 
-from hf_cb.core import Request, SamplingParams, StepBatch, Update
+from hf_cb.core import Request, SamplingParams, Update
 from hf_cb.engine.engine import Engine
 from hf_cb.errors import ModelChangedError
+from hf_cb.steps import StepBatch
 
 
 class FaultyRunner(FakeRunner):

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
-from hf_cb.core import PlanPart, Request, SamplingParams
+from hf_cb.core import Request, SamplingParams
 from hf_cb.engine.sampler import Sampler, pick
 from hf_cb.seeds import derive_seed, uniform
+from hf_cb.steps import PlanPart
 
 
 def sampled(logits: torch.Tensor, *requests: Request) -> list:

@@ -17,7 +17,7 @@ from hf_cb.attention.choice import survey
 from hf_cb.bench.engines import HfCb, TransformersBatching
 from hf_cb.bench.floor import least_time, model_cost
 from hf_cb.bench.speeds import Speeds, measure
-from hf_cb.core import GroupBatch, LayerFacts, StepBatch
+from hf_cb.steps import GroupBatch, LayerFacts, StepBatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNEL_BENCHES = Path(__file__).parent.parent / "gpu_kernels"

@@ -1,0 +1,95 @@
+"""The fields of a GenerationConfig: honoured, without meaning here, or refused by name; and their values checked."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from transformers import GenerationConfig
+
+from hf_cb.errors import OptionError
+
+# Mean what they mean in `generate`
+HONOURED = frozenset(
+    {"max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings", "eos_token_id"}
+    | {"do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+    | {"repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"}
+    | {"bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"}
+    | {"begin_suppress_tokens", "exponential_decay_length_penalty", "renormalize_logits", "remove_invalid_values"}
+    | {"guidance_scale", "watermarking_config", "num_return_sequences"}
+)
+
+# Without meaning in continuous batching: accepted with any value, and no answer depends on them
+NEUTRAL = frozenset(
+    {"use_cache", "cache_implementation", "cache_config", "max_cache_len", "compile_config", "disable_compile"}
+    | {"continuous_batching_config", "prefill_chunk_size", "low_memory", "pad_token_id", "bos_token_id"}
+    | {"decoder_start_token_id", "transformers_version", "early_stopping", "length_penalty", "is_assistant"}
+    | {"num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"}
+    | {"assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "max_matching_ngram_size"}
+)
+
+# Refused unless they have the value that switches them off; so is any field that is in none of the three lists
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0.0,),
+    "constraints": (),
+    "force_words_ids": (),
+    "penalty_alpha": (0.0,),
+    "dola_layers": (),
+    "use_mtp": (False,),
+    "prompt_lookup_num_tokens": (),
+    "assistant_early_exit": (),
+    "speculation_type": (),
+    "token_healing": (False,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+    "output_scores": (False,),
+    "output_logits": (False,),
+    "return_dict_in_generate": (False,),
+}
+
+
+def eos_ids(given: Any) -> list[int] | None:
+    """A list of ids, or None: -1 means none, and arrays and tensors are lists too."""
+    if given is None:
+        return None
+    values = given.tolist() if hasattr(given, "tolist") else given
+    values = values if isinstance(values, (list, tuple)) else [values]
+    try:
+        if any(isinstance(v, bool) for v in values):
+            raise TypeError
+        ids = [operator.index(v.item() if hasattr(v, "item") else v) for v in values]
+    except TypeError:
+        raise OptionError(f"eos_token_id must be a token id or a list of them, not {given!r}.") from None
+    return [i for i in ids if i != -1] or None
+
+
+def check_values(options: dict[str, Any]) -> None:
+    """Raises OptionError for the values that people get wrong, before anything runs."""
+    for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences", "top_k"):
+        value = options.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise OptionError(f"{name} must be a whole number, not {value!r}.")
+        least = 1 if name in ("max_new_tokens", "max_length", "num_return_sequences") else 0
+        if value < least:
+            raise OptionError(f"{name} must be at least {least}, not {value}.")
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "max_time"):
+        value = options.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value != value):
+            raise OptionError(f"{name} must be a number, not {value!r}.")
+    if options.get("max_time") is not None and not options["max_time"] > 0:
+        raise OptionError(f"max_time must be more than 0 seconds, not {options['max_time']!r}.")
+
+
+def check_refused(config: GenerationConfig) -> None:
+    for name in vars(GenerationConfig()):
+        value = getattr(config, name, None)
+        if name.startswith("_") or name in HONOURED or name in NEUTRAL or value is None:
+            continue
+        if value not in REFUSED.get(name, ()):
+            raise OptionError(
+                f"{name}={value!r} is not supported by hf_cb: use model.generate for it, or leave it unset."
+            )
