@@ -24,6 +24,7 @@ from hf_cb.engine.engine import Engine
 from hf_cb.engine.sampler import Sampled
 from hf_cb.errors import HfCbError, UnsupportedModelError
 from hf_cb.manager.leading import build_path, plan_path
+from hf_cb.manager.openmp import single_threaded
 from hf_cb.manager.paths import PATHS
 from hf_cb.models.sharding import is_sharded
 from hf_cb.models.twin import VOCAB, make_twin
@@ -87,7 +88,8 @@ def judge(model: PreTrainedModel) -> Verdict:
 def _judge(model: PreTrainedModel) -> Verdict:
     own = _small_copy(model)
     if own is not None:
-        return _first_right(own, LENGTHS, NEW_TOKENS, PATHS)
+        with single_threaded():
+            return _first_right(own, LENGTHS, NEW_TOKENS, PATHS)
     key = (type(model), f"{model.config.to_json_string(use_diff=False)} {model.config._attn_implementation}")
     if key not in _of_architecture:
         _of_architecture[key] = _judge_twin(model)
@@ -103,7 +105,8 @@ def _judge_twin(model: PreTrainedModel) -> Verdict | None:
     if twin is None:
         return None
     try:
-        return _first_right(twin, LENGTHS, NEW_TOKENS, PATHS)
+        with single_threaded():
+            return _first_right(twin, LENGTHS, NEW_TOKENS, PATHS)
     except _DoesNotRun as error:
         logger.info("No tiny twin tells the path of %s: %s", type(model).__name__, error)
         return None
