@@ -15,13 +15,14 @@ FLOORS = (
     {"manager"},
     {"methods"},
     {"patching", "demo"},
-    {"serving", "bench"},
+    {"serving", "bench", "chat"},
     {"cli"},
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 NEIGHBOURS = FLOORS[0] - {"kernels"}  # the rooms of one floor that may import each other
 OPTIONAL = {"triton", "flash_attn", "gradio", "fastapi", "gguf", "sentencepiece", "openai", "matplotlib"}
-TRITON_KERNELS = "hf_cb.kernels.triton"  # may import triton; importing them is importing triton
+# rooms made of an optional package: they may import it, and importing them is importing it
+MADE_OF = {"hf_cb.kernels.triton": "triton", "hf_cb.chat.app": "gradio"}
 MAX_LINES = 300
 SOURCE_SUFFIXES = {".py", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp"}
 
@@ -101,13 +102,17 @@ def floor_violations(source: str, module: str) -> list[str]:
 
 def optional_violations(source: str, module: str) -> list[str]:
     """Each import of an optional package that runs when the module is imported."""
-    if module.startswith(f"{TRITON_KERNELS}."):
-        return []
-    return [
-        f"{module}:{line}: imports {name} at module level"
-        for line, name in imports(source, module, module_level_only=True)
-        if name.split(".")[0] in OPTIONAL or f"{name}.".startswith(f"{TRITON_KERNELS}.")
-    ]
+    here = {made_of for room, made_of in MADE_OF.items() if _lies_in(module, room)}
+    found = []
+    for line, name in imports(source, module, module_level_only=True):
+        taken = {name.split(".")[0]} | {made_of for room, made_of in MADE_OF.items() if _lies_in(name, room)}
+        if (taken & OPTIONAL) - here:
+            found.append(f"{module}:{line}: imports {name} at module level")
+    return found
+
+
+def _lies_in(name: str, room: str) -> bool:
+    return f"{name}.".startswith(f"{room}.")
 
 
 def test_imports_never_go_up():
