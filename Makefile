@@ -1,4 +1,4 @@
-# make demo | test | sanitize | lint | bench | sweep | soak | clean. The first of them sets up $(VENV).
+# make demo | chat | test | sanitize | lint | bench | sweep | soak | clean. The first of them sets up $(VENV).
 #
 #   PYTHON       the Python to make the environment with (3.11 or newer)
 #   VENV         where it lies
@@ -20,10 +20,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 $(shell $(PY) -c '' 2>/dev/null && grep -qxF '$(CURDIR)' $(STAMP) 2>/dev/null || rm -f $(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sanitize lint bench sweep soak clean
+.PHONY: help setup demo chat test sanitize lint bench sweep soak clean
 
 help:
 	@echo "make demo      answer 20 questions at once with a small model, and compare with generate()"
+	@echo "make chat      chat with the small model in a browser"
 	@echo "make test      run the tests"
 	@echo "make sanitize  build the CPU kernels with GCC's address and undefined behaviour sanitizers, and run their tests"
 	@echo "make lint      ruff and mypy"
@@ -48,11 +49,14 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) $(wildcard kernels/cpu/*.h kernels/cpu/*
 	@torch=`grep '^torch==' $(firstword $(CONSTRAINTS))`; echo "setup: installing $$torch"; \
 	  $(PY) -m pip install -qq $$torch
 	@echo "setup: installing hf-cb and its tools"
-	@$(PY) -m pip install -qq $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev,demo,serve,gpu]'
+	@$(PY) -m pip install -qq $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev,demo,serve,chat,gpu]'
 	@echo '$(CURDIR)' > $@
 
 demo: $(STAMP)
 	@$(PY) demos/batch.py $(ARGS)
+
+chat: $(STAMP)
+	@$(PY) demos/chat.py $(ARGS)
 
 # Two processes with one thread each: the tests spend their time in Python, on models of a few kilobytes.
 test: $(STAMP)

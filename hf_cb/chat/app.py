@@ -43,7 +43,7 @@ def build_app(manager: ContinuousBatchingManager, name: str) -> gr.Blocks:
         with gr.Row(equal_height=False):
             with gr.Column(scale=3, min_width=320):
                 chat = gr.Chatbot(
-                    label=name, elem_id="chat", height="72vh", editable="user", buttons=["copy"], layout="bubble"
+                    label=name, elem_id="chat", height="calc(100vh - 9rem)", editable="user", buttons=["copy"], layout="bubble"
                 )
                 with gr.Row():
                     box = gr.Textbox(

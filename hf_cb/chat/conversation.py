@@ -53,11 +53,13 @@ def text_of(message: Message) -> str:
 
 
 def to_chat(history: list[Message], system: str) -> list[dict[str, str]]:
-    """The conversation as a chat template takes it; answers that failed before their first word are left out."""
+    """The conversation as a chat template takes it, without the questions that got an error and no word of an answer."""
     chat = [{"role": "system", "content": system}] if system.strip() else []
     for message in history:
         text = text_of(message)
-        if text or message["role"] == "user":
+        if message["role"] == "assistant" and not text:
+            chat.pop()
+        else:
             chat.append({"role": message["role"], "content": text})
     return chat
 

@@ -49,7 +49,8 @@ def line_of(message: dict[str, Any]) -> str:
 def test_what_the_model_sees_of_a_history() -> None:
     figures = {"role": "assistant", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "<small>"}]}
     failed = {"role": "assistant", "content": [{"type": "text", "text": ""}, {"type": "text", "text": "<small>"}]}
-    history = [*HELLO, figures, {"role": "user", "content": [{"type": "text", "text": "and?"}]}, failed]
+    too_long, last = {"role": "user", "content": "x" * 9000}, [{"type": "text", "text": "and?"}]
+    history = [*HELLO, figures, too_long, failed, {"role": "user", "content": last}]
     chat = to_chat(history, "be brief")
     assert [m["content"] for m in chat] == ["be brief", "hello", "hi", "and?"]
     assert to_chat(HELLO, " ") == HELLO
