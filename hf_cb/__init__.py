@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         RequestFailedError,
         UnsupportedModelError,
     )
+    from hf_cb.manager.display import live
     from hf_cb.manager.manager import ContinuousBatchingManager
     from hf_cb.patching import accelerate, explain, patch, restore, unpatch
     from hf_cb.steps import StepRecord
@@ -44,6 +45,7 @@ _HOMES = {
         "RequestFailedError",
         "UnsupportedModelError",
     ],
+    "manager.display": ["live"],
     "manager.manager": ["ContinuousBatchingManager"],
     "patching": ["accelerate", "explain", "patch", "restore", "unpatch"],
 }
@@ -69,6 +71,7 @@ __all__ = [
     "accelerate",
     "demo_model",
     "explain",
+    "live",
     "patch",
     "restore",
     "unpatch",

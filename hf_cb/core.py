@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from transformers.generation.continuous_batching.requests import GenerationOutput as _TransformersOutput
 
+from hf_cb.html import result_card
 from hf_cb.warpers import Warpers
 
 if TYPE_CHECKING:
@@ -82,6 +83,9 @@ class GenerationOutput(_TransformersOutput):
     finish_reason: FinishReason | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     exception: Exception | None = field(default=None, repr=False)  # `error` is its message
+
+    def _repr_html_(self) -> str:
+        return result_card(self)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 import gradio as gr
 
 from hf_cb.chat.conversation import Message, Settings, answer, text_of
-from hf_cb.chat.panel import panel
 from hf_cb.chat.visitors import Visitors
 from hf_cb.manager.manager import ContinuousBatchingManager
+from hf_cb.metrics.panel import panel
 
 REFRESH_S = 1.0  # of the panel
 TITLE = "hf_cb chat"
@@ -39,11 +39,19 @@ def build_app(manager: ContinuousBatchingManager, name: str) -> gr.Blocks:
     def leave(request: gr.Request) -> None:
         visitors.leave(str(request.session_hash))
 
+    def now() -> str:
+        return panel(manager.stats(), manager.trace(), manager.loop.fatal_error)
+
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_height=True) as app:
         with gr.Row(equal_height=False):
             with gr.Column(scale=3, min_width=320):
                 chat = gr.Chatbot(
-                    label=name, elem_id="chat", height="calc(100vh - 9rem)", editable="user", buttons=["copy"], layout="bubble"
+                    label=name,
+                    elem_id="chat",
+                    height="calc(100vh - 9rem)",
+                    editable="user",
+                    buttons=["copy"],
+                    layout="bubble",
                 )
                 with gr.Row():
                     box = gr.Textbox(
@@ -58,7 +66,7 @@ def build_app(manager: ContinuousBatchingManager, name: str) -> gr.Blocks:
                     send = gr.Button("Send", variant="primary", scale=1, min_width=72, elem_id="send")
                     halt = gr.Button("Stop", scale=1, min_width=72, elem_id="stop")
             with gr.Column(scale=1, min_width=300):
-                engine = gr.HTML(panel(manager), elem_id="engine")
+                engine = gr.HTML(now(), elem_id="engine")
                 with gr.Accordion("Settings (yours alone)", open=False, elem_id="settings"):
                     settings = _settings_inputs()
 
@@ -75,9 +83,7 @@ def build_app(manager: ContinuousBatchingManager, name: str) -> gr.Blocks:
         chat.edit(_edited, chat, chat, queue=False).then(**answering)
         halt.click(stop, queue=False)
         chat.clear(stop, queue=False)
-        gr.Timer(REFRESH_S).tick(
-            lambda: panel(manager), outputs=engine, show_progress="hidden", concurrency_limit=None, queue=False
-        )
+        gr.Timer(REFRESH_S).tick(now, outputs=engine, show_progress="hidden", concurrency_limit=None, queue=False)
         app.unload(leave)
     return app
 

@@ -7,13 +7,13 @@ block, the line under it; what the model sees of a message is its first block al
 from __future__ import annotations
 
 import asyncio
-import math
+import html
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hf_cb.core import GenerationOutput
 from hf_cb.errors import HfCbError
+from hf_cb.html import figures
 from hf_cb.manager.handle import Handle
 from hf_cb.manager.manager import ContinuousBatchingManager
 
@@ -53,7 +53,7 @@ def text_of(message: Message) -> str:
 
 
 def to_chat(history: list[Message], system: str) -> list[dict[str, str]]:
-    """The conversation as a chat template takes it, without the questions that got an error and no word of an answer."""
+    """The conversation as a chat template takes it, without questions that got an error and no word of an answer."""
     chat = [{"role": "system", "content": system}] if system.strip() else []
     for message in history:
         text = text_of(message)
@@ -87,7 +87,7 @@ async def answer(
             text += delta.text
             if delta.finish_reason is None:
                 yield _message(text)
-        yield _message(text, _line(handle.outputs()[0]))
+        yield _message(text, f"<small class='figures'>{figures(handle.outputs()[0])}</small>")
     except Exception as error:  # the request's own
         yield _message(text, _problem(error))
     finally:
@@ -102,35 +102,4 @@ def _message(text: str, line: str | None = None) -> Message:
 
 
 def _problem(error: BaseException) -> str:
-    return f"<small class='problem'>⚠ {_escaped(str(error) or type(error).__name__)}</small>"
-
-
-def _line(output: GenerationOutput) -> str:
-    """Where this answer's time went."""
-    m = output.metrics
-    parts = [
-        f"queue {_seconds(m.queue_s)}",
-        f"prefill {_seconds(m.prefill_s)} for {m.prompt_tokens} tokens",
-        f"first token {_seconds(m.ttft_s)}",
-        f"{len(output.generated_tokens)} tokens",
-    ]
-    if m.itl_s > 0:
-        parts.append(f"{1 / m.itl_s:.0f} tokens/s")
-    if m.cached_tokens:
-        parts.append(f"{m.cached_tokens} from the prefix cache")
-    if m.preemptions:
-        parts.append(f"gave way {m.preemptions} times")
-    ends = {"length": "cut at the longest answer", "cancelled": "stopped", "timeout": "out of time"}
-    if output.finish_reason in ends:
-        parts.append(ends[output.finish_reason])
-    return f"<small class='figures'>{' · '.join(parts)}</small>"
-
-
-def _seconds(value: float) -> str:
-    if math.isnan(value):
-        return "–"
-    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return f"<small class='problem'>⚠ {html.escape(str(error) or type(error).__name__)}</small>"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_cb.core import Delta, GenerationOutput, RequestMetrics
 from hf_cb.errors import RequestFailedError
+from hf_cb.html import card, result_card, side_by_side
 from hf_cb.manager.mailbox import Mailbox, Waker
 from hf_cb.text.detokenizer import Detokenizer, decode
 
@@ -142,6 +143,11 @@ class Handle:
                 if not self.done:
                     await event.wait()
         return self.result(timeout=0)
+
+    def _repr_html_(self) -> str:
+        if self.done:
+            return side_by_side(map(result_card, self._finished()))
+        return side_by_side(card(s.request_id, "", f"{len(s.token_ids)} tokens so far") for s in self.mailbox.streams)
 
     def _raise_error_of(self, delta: Delta) -> None:
         if delta.error is not None:

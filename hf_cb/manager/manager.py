@@ -15,6 +15,7 @@ from hf_cb.engine.limits import check_ids
 from hf_cb.manager import kept
 from hf_cb.manager.build import build_engine
 from hf_cb.manager.compat import TransformersCalls
+from hf_cb.manager.display import EngineDisplay
 from hf_cb.manager.handle import Handle
 from hf_cb.manager.loop import EngineLoop
 from hf_cb.manager.mailbox import Mailbox
@@ -238,6 +239,14 @@ class ContinuousBatchingManager(TransformersCalls):
     def trace(self) -> list[StepRecord]:
         """The newest StepRecords, oldest first."""
         return list(self.engine.records)
+
+    def display(self) -> EngineDisplay:
+        """Shows the engine in a notebook, updated in place while it runs; `stop()` on what is returned ends that.
+
+        Raises:
+            OptionError: IPython is not installed.
+        """
+        return EngineDisplay(self)
 
     def _post_cancel(self, requests: list[Request]) -> None:
         with self.registry.cancelling(requests) as untold:

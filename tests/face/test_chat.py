@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerFast
 
 import hf_cb
 from hf_cb.chat.conversation import Settings, answer, text_of, to_chat
-from hf_cb.chat.panel import panel
 from hf_cb.chat.visitors import Visitors
 from hf_cb.manager.handle import Handle
 from hf_cb.manager.manager import ContinuousBatchingManager
+from hf_cb.metrics.panel import panel
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -124,15 +124,9 @@ def test_a_visitor_stops_their_own_answer(manager: ContinuousBatchingManager) ->
 
 
 def test_the_panel_says_how_things_stand(manager: ContinuousBatchingManager) -> None:
-    assert "Idle." in panel(manager)
+    assert "Idle." in panel(manager.stats(), manager.trace())
     manager.submit(HELLO, max_new_tokens=8, do_sample=False).result()
-    shown = panel(manager)
+    shown = panel(manager.stats(), manager.trace())
     assert "<b data-name='finished'>1</b>" in shown and "class='prefill'" in shown and "class='decode'" in shown
-
-
-def test_the_panel_says_that_the_engine_is_dead(
-    manager: ContinuousBatchingManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(manager.loop, "fatal_error", RuntimeError("<out> of luck"))
-    assert "The engine has stopped" in panel(manager) and "&lt;out&gt;" in panel(manager)
-    monkeypatch.undo()
+    dead = panel(manager.stats(), manager.trace(), RuntimeError("<out> of luck"))
+    assert "The engine has stopped" in dead and "&lt;out&gt;" in dead

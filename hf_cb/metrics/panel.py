@@ -5,14 +5,15 @@ from __future__ import annotations
 import html
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from hf_cb.errors import describe
-from hf_cb.manager.manager import ContinuousBatchingManager
 from hf_cb.metrics.stats import ManagerStats
 from hf_cb.steps import StepRecord
 
 STEPS = 60  # columns of the picture
 WIDTH, HEIGHT = 300, 72
+STYLE = f"<style>{Path(__file__).with_name('panel.css').read_text()}</style>"
 
 BINDS = {
     "tokens": "The token budget binds: prompts are cut into more steps.",
@@ -21,14 +22,13 @@ BINDS = {
 }
 
 
-def panel(manager: ContinuousBatchingManager) -> str:
-    """The whole panel, from a snapshot."""
-    error = manager.loop.fatal_error
+def panel(stats: ManagerStats, records: Sequence[StepRecord], error: BaseException | None = None) -> str:
+    """The whole panel, with its style; `error` is what the engine died of."""
     if error is not None:
-        return f"<div class='engine dead'>The engine has stopped: {html.escape(describe(error))}</div>"
-    stats, records = manager.stats(), manager.trace()[-STEPS:]
+        return f"{STYLE}<div class='engine dead'>The engine has stopped: {html.escape(describe(error))}</div>"
+    records = records[-STEPS:]
     return (
-        "<div class='engine'>"
+        f"{STYLE}<div class='engine'>"
         f"{_tiles(stats)}{_blocks(stats)}{_steps(records)}<p class='binds'>{_binding(stats, records)}</p>"
         "</div>"
     )
