@@ -1,4 +1,4 @@
-# make demo | chat | test | sanitize | lint | bench | sweep | soak | clean. The first of them sets up $(VENV).
+# make demo | chat | test | sanitize | lint | docs | bench | sweep | soak | clean. The first of them sets up $(VENV).
 #
 #   PYTHON       the Python to make the environment with (3.11 or newer)
 #   VENV         where it lies
@@ -20,13 +20,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 $(shell $(PY) -c '' 2>/dev/null && grep -qxF '$(CURDIR)' $(STAMP) 2>/dev/null || rm -f $(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chat test sanitize lint bench sweep soak clean
+.PHONY: help setup demo chat test sanitize lint docs bench sweep soak clean
 
 help:
 	@echo "make demo      answer 20 questions at once with a small model, and compare with generate()"
 	@echo "make chat      chat with the small model in a browser"
 	@echo "make test      run the tests"
 	@echo "make sanitize  build the CPU kernels with GCC's address and undefined behaviour sanitizers, and run their tests"
+	@echo "make docs      the documentation as a site, in build/site"
 	@echo "make lint      ruff and mypy"
 	@echo "make bench     measure the speed"
 	@echo "make sweep     compare with generate() on every architecture; writes docs/models.md"
@@ -49,7 +50,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) $(wildcard kernels/cpu/*.h kernels/cpu/*
 	@torch=`grep '^torch==' $(firstword $(CONSTRAINTS))`; echo "setup: installing $$torch"; \
 	  $(PY) -m pip install -qq $$torch
 	@echo "setup: installing hf-cb and its tools"
-	@$(PY) -m pip install -qq $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev,demo,serve,chat,gpu]'
+	@$(PY) -m pip install -qq $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev,demo,serve,chat,notebook,docs,gpu]'
 	@echo '$(CURDIR)' > $@
 
 demo: $(STAMP)
@@ -88,6 +89,10 @@ lint: $(STAMP)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+
+docs: $(STAMP)
+	@$(PY) -m mkdocs build --quiet
+	@echo "docs: build/site/index.html"
 
 bench: $(STAMP)
 	@$(VENV)/bin/hf-cb bench $(ARGS)

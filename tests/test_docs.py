@@ -1,0 +1,74 @@
+"""Every code block of the documentation runs, page by page, in the order of the page; commands are understood.
+
+A block under the comment `<!-- not run: REASON -->` is only compiled.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from hf_cb.cli import _parser
+from hf_cb.demo import HUB_ID, demo_model_path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+FENCE = re.compile(r"(^<!-- not run: .+ -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """Their sources; those that are not to run are compiled, and left out."""
+    found = []
+    for excuse, language, source in FENCE.findall(page.read_text()):
+        if language in languages and not excuse:
+            found.append(source)
+        elif language == "python":
+            compile(source, page.name, "exec")
+    return found
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        for block in blocks(page, "", "bash", "sh", "console"):
+            for line in block.replace("\\\n", " ").splitlines():
+                if re.match(r"\s*(\$ )?hf-cb [^|]*", line):
+                    yield page.name, line.strip().removeprefix("$ ")
+
+
+@pytest.fixture
+def demo_model_instead_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages load models by their names on the Hub, as readers do; the demo model stands in."""
+    for loader in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
+        original = loader.from_pretrained
+
+        def load(name: Any, *args: Any, original: Any = original, **options: Any) -> Any:
+            return original(demo_model_path() if name == HUB_ID else name, *args, **options)
+
+        monkeypatch.setattr(loader, "from_pretrained", load)
+
+
+@pytest.mark.real_model
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda page: page.name)
+def test_the_code_of_a_page_runs(
+    page: Path, demo_model_instead_of_the_hub: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for i, block in enumerate(blocks(page, "python")):
+        exec(compile(block, f"{page.name}, block {i}", "exec"), names)
+
+
+@pytest.mark.parametrize(("page", "command"), list(commands()))
+def test_commands_are_understood(page: str, command: str) -> None:
+    words = shlex.split(command.split(" | ")[0], comments=True)
+    words = words[1 : next((i for i, word in enumerate(words) if word in ("<", ">", "&&", ";")), None)]
+    if words[:1] == ["transformers"]:
+        return  # transformers' own arguments
+    _parser().parse_args(words)
