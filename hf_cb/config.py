@@ -14,7 +14,8 @@ from typing import Any, Literal
 from hf_cb.errors import OptionError
 
 MAX_THREADS = 1024
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 # transformers' field -> ours
 CONVERTED = {
@@ -202,7 +203,7 @@ def parse_bytes(size: int | str, name: str = "kv_budget") -> int:
     except (KeyError, ValueError):
         value = -1.0
     if not 1 <= value < 2**62:
-        raise OptionError(f'{name} must be a positive size such as "2GiB" or "500MB", not {size!r}.')
+        raise OptionError(f'{name} must be a positive size such as "2GiB", "500MB" or "1TB", not {size!r}.')
     return int(value)
 
 

@@ -13,7 +13,7 @@ from hf_cb.config import EngineConfig
 from hf_cb.core import Delta, GenerationOutput
 from hf_cb.manager import calls, following, kept, session
 from hf_cb.manager.manager import ContinuousBatchingManager
-from hf_cb.text.prompts import media_inputs
+from hf_cb.text.media import media_inputs
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase

@@ -108,6 +108,7 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
 
 def explain(model: PreTrainedModel) -> explaining.Explanation:
     """Which path, backend and sizes a model takes, and why; print it. Works on any model, patched or not."""
+    check_supported(model)
     with interception.installed():
         settings = _settings_of(model)
         options = settings.config if settings else EngineConfig()

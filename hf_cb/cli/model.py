@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from hf_cb.cli.numbers import count
@@ -78,6 +79,9 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
     """
     EngineConfig.of(None, **engine_options(args))  # refused now, not after minutes of loading
     how = loading(args)
+    source = Path(how["source"])
+    if not source.exists() and (source.is_absolute() or source.parts[0] in (".", "..", "~")):
+        raise OptionError(f"--model {source} is no folder; a model on the Hub is named OWNER/NAME.")
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 

@@ -19,7 +19,7 @@ from hf_cb.core import SamplingParams, StopCheck
 from hf_cb.errors import OptionError, PromptError
 from hf_cb.models.device import device_of
 from hf_cb.models.options import check_refused, check_values, eos_ids
-from hf_cb.text.prompts import TEXT_ONLY, media_inputs
+from hf_cb.text.media import TEXT_ONLY, media_inputs
 from hf_cb.warpers import as_warpers
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import TYPE_CHECKING
 
 from hf_cb.errors import UnsupportedModelError
@@ -17,7 +18,12 @@ ROPE_TYPES = STATIC | BY_LENGTH
 
 def check_supported(model: PreTrainedModel) -> None:
     """Raises UnsupportedModelError, naming the model and the reason."""
-    name, config = type(model).__name__, model.config
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if config is None or not callable(model):
+        raise UnsupportedModelError(
+            f"A loaded transformers model is needed, not {reprlib.repr(model)} ({name}): "
+            f"AutoModelForCausalLM.from_pretrained(...) loads one."
+        )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; hf_cb runs decoder-only models.")
     if not getattr(model, "can_generate", bool)():

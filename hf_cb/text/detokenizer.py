@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from .prompts import tokenizer_lock
+from hf_cb.text.tokenizers import tokenizer_lock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import reprlib
-import threading
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Number
 from operator import index
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hf_cb.errors import PromptError
+from hf_cb.text.chats import encode_chat
+from hf_cb.text.media import TEXT_ONLY, media_inputs
+from hf_cb.text.tokenizers import tokenizer_lock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,22 +19,7 @@ if TYPE_CHECKING:
 Prompt: TypeAlias = Any
 """Text, a chat, token ids (list, tuple, range, 1-D tensor or array), or a tokenizer's encoding of a text."""
 
-TEXT_ONLY = "hf_cb takes text only; use model.generate for images, video and audio"
 _NOT_BATCHES = (bytes, bytearray, memoryview, set, frozenset, Mapping)
-# words in the names of inputs that are no text, and of parts of a chat
-_MEDIA = ("image", "video", "audio", "pixel", "input_features")
-_locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
-_locks_guard = threading.Lock()
-
-
-def tokenizer_lock(tokenizer: Any) -> threading.Lock:
-    """The one lock of this tokenizer object.
-
-    Fast tokenizers keep padding and truncation as state: without a lock, threads that share one truncate each
-    other's prompts without a word, or raise "Already borrowed", by the version of `tokenizers`.
-    """
-    with _locks_guard:
-        return _locks.setdefault(tokenizer, threading.Lock())
 
 
 def iter_encoded(
@@ -88,7 +74,8 @@ def encode_prompt(
     if isinstance(prompt, str):
         ids = _encode_text(prompt, _require_tokenizer(prompt, tokenizer))
     elif _is_chat(prompt):
-        ids = _encode_chat(prompt, _require_tokenizer(prompt, tokenizer), chat_template_kwargs or {})
+        encoding = encode_chat(prompt, _require_tokenizer(prompt, tokenizer), chat_template_kwargs or {})
+        ids = _unpadded_ids(encoding) if isinstance(encoding, Mapping) else _id_list(encoding)
     elif isinstance(prompt, Mapping):
         ids = _unpadded_ids(prompt)
     else:
@@ -122,17 +109,6 @@ def split_prompts(inputs: Any, attention_mask: Any = None) -> Iterator[Prompt]:
     if isinstance(rows, Sequence) and len(rows) != len(masks):
         raise PromptError(f"attention_mask has {len(masks)} rows for {len(rows)} prompts; it needs one for each")
     return ({"input_ids": row, "attention_mask": mask} for row, mask in zip(rows, masks, strict=True))
-
-
-def media_inputs(inputs: Mapping[str, Any]) -> list[str]:
-    """The names of inputs that are images, sound or video, or that say where in a prompt there are some."""
-    found = [n for n, value in inputs.items() if value is not None and any(word in n for word in _MEDIA)]
-    marks = inputs.get("mm_token_type_ids")  # zeros where all is text
-    return [*found, "mm_token_type_ids"] if marks is not None and _any_set(marks) else found
-
-
-def _any_set(flags: Any) -> bool:
-    return any(map(_any_set, flags)) if _is_sequence(flags) else bool(flags.any() if hasattr(flags, "any") else flags)
 
 
 def _open_encoding(encoding: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
@@ -210,38 +186,6 @@ def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     except Exception as error:
         raise PromptError(f"the tokenizer refused {_short(text)}: {error}") from error
     return _id_list(encoding["input_ids"])
-
-
-def _encode_chat(
-    chat: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
-) -> list[int]:
-    for part in (part for message in chat for part in _parts(message.get("content"))):
-        if any(medium in str(part.get("type")) for medium in _MEDIA):
-            raise PromptError(f"a content part of type {part['type']!r} in the chat {_short(chat)}: {TEXT_ONLY}")
-    if not template_kwargs.get("chat_template") and not getattr(tokenizer, "chat_template", "unknown"):
-        raise PromptError(
-            f"the tokenizer has no chat template for the chat {_short(chat)}; set tokenizer.chat_template, "
-            "pass chat_template in chat_template_kwargs, or pass text or token ids"
-        )
-    # transformers refuses a generation prompt after a message that is to be continued.
-    generation_prompt = not template_kwargs.get("continue_final_message")
-    options: dict[str, Any] = {
-        "add_generation_prompt": generation_prompt,
-        "return_dict": False,
-        **template_kwargs,
-    }
-    try:
-        with tokenizer_lock(tokenizer):
-            encoding: Any = tokenizer.apply_chat_template([dict(message) for message in chat], **options)
-    except Exception as error:
-        raise PromptError(f"the chat template refused {_short(chat)}: {error}") from error
-    if isinstance(encoding, str):
-        raise TypeError("the chat template gave text, not ids; leave tokenize=False out of chat_template_kwargs")
-    return _unpadded_ids(encoding) if isinstance(encoding, Mapping) else _id_list(encoding)
-
-
-def _parts(content: Any) -> list[Mapping[str, Any]]:
-    return [part for part in content if isinstance(part, Mapping)] if _is_sequence(content) else []
 
 
 def _unpadded_ids(encoding: Mapping[str, Any]) -> list[int]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from tiny_models import VOCAB, generate_alone, greedy
+from tiny_models import VOCAB, generate_alone, greedy, make_tokenizer
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -181,3 +183,25 @@ def test_transformers_options_are_converted_or_refused(shared_llama) -> None:
         shared_llama.generate_batch([GOOD], greedy(), ContinuousBatchingConfig(cpu_offload_space=1.0))
     with pytest.raises(OptionError, match="dict|GenerationConfig|EngineConfig"):
         shared_llama.generate_batch([GOOD], greedy(), 7)
+
+
+@pytest.mark.parametrize("call", [hf_cb.accelerate, hf_cb.explain])
+@pytest.mark.parametrize("model", ["gpt2", None])
+def test_what_is_no_model_is_named(call: Any, model: Any) -> None:
+    with pytest.raises(hf_cb.UnsupportedModelError, match=f"needed, not {model!r}"):
+        call(model)
+
+
+def test_a_message_without_its_text_is_an_error_and_not_an_empty_prompt(shared_llama: Any) -> None:
+    hf_cb.accelerate(shared_llama, make_tokenizer())
+    wrong: list[Any] = [
+        [{"role": "user", "text": "hi"}],
+        [{"role": "user", "content": "hi"}, {"content": "and?"}],
+        [{"role": "user", "content": "hi"}, "and?"],
+    ]
+    results = list(shared_llama.generate_batch([*wrong, "fine"], max_new_tokens=2).values())
+    hf_cb.restore(shared_llama)
+    assert "message 0 of the chat has no content" in results[0].error
+    assert "message 1 of the chat" in results[1].error and "no role" in results[1].error
+    assert "no role" in results[2].error
+    assert results[3].error is None

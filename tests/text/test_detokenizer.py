@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from hf_cb.text.detokenizer import Detokenizer, decode
-from hf_cb.text.prompts import tokenizer_lock
+from hf_cb.text.tokenizers import tokenizer_lock
 
 TEXTS = [
     "The quick brown fox doesn't jump, does it? They've said so... I'm sure!",

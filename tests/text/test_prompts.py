@@ -11,7 +11,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from hf_cb.text.prompts import encode_prompt, iter_encoded, split_prompts, tokenizer_lock
+from hf_cb.text.prompts import encode_prompt, iter_encoded, split_prompts
+from hf_cb.text.tokenizers import tokenizer_lock
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
