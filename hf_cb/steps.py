@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -109,12 +111,42 @@ class StepBatch:
     best_is_enough: bool = False  # of each row of logits; a runner may then return the tokens themselves
 
 
+class Share(NamedTuple):
+    """One request's part of a step: tokens from position `start` on, and how many new ones came of it."""
+
+    request_id: str
+    start: int
+    num_tokens: int
+    new_tokens: int
+    decoding: bool  # else it is its prompt, or after a preemption what it had
+
+
+class Entry(NamedTuple):
+    """A request that joined the running ones; `created` is when it was submitted."""
+
+    request_id: str
+    created: float
+
+
+class Exit(NamedTuple):
+    """A request that ended with a step, and its finish_reason."""
+
+    request_id: str
+    reason: str
+
+
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step did and which budget bound it: used and allowed query tokens, KV blocks and requests."""
+    """What one step did, for whom, and which of the three budgets bound it.
+
+    The budgets, as used and allowed: `query_tokens` and `tokens_allowed`, `blocks_used` and `blocks_allowed`, `running`
+    and `requests_allowed`. Times are of `time.perf_counter()`; where steps overlap, the next one is planned and
+    launched between this one's sampling and its commit, which begins at `ended - commit_s`.
+    """
 
     step: int
     started: float
+    ended: float
     plan_s: float
     build_s: float
     forward_s: float
@@ -126,18 +158,41 @@ class StepRecord:
     blocks_used: int
     blocks_cached: int
     blocks_allowed: int
-    requests: int
+    requests: int  # in this step
+    running: int  # those that were left out of it too
     requests_allowed: int
     waiting: int
-    preempted: int
     sampled: int
-    bound_by: str | None
+    bound_by: str | None  # "tokens", "blocks", "requests"; None: no budget kept anybody out
+    recovering: bool  # an earlier step raised, and its requests run in parts, without the others
+    request_ids: tuple[str, ...]
+    numbers: array[int]  # four for each of them, what `shares` unpacks: a quarter of the memory of objects
+    admitted: tuple[Entry, ...]
+    preempted_ids: tuple[str, ...]
+    finished: tuple[Exit, ...]
 
     @property
     def query_tokens(self) -> int:
         return self.decode_tokens + self.prefill_tokens
 
     @property
+    def preempted(self) -> int:
+        return len(self.preempted_ids)
+
+    @property
     def host_s(self) -> float:
         """The engine's own time."""
         return self.plan_s + self.build_s + self.commit_s
+
+    @property
+    def shares(self) -> Iterator[Share]:
+        """Which request got which tokens, in the order of the step."""
+        return (self._share(i) for i in range(len(self.request_ids)))
+
+    def share_of(self, request_id: str) -> Share | None:
+        """One request's part; None if it was not in this step."""
+        return self._share(self.request_ids.index(request_id)) if request_id in self.request_ids else None
+
+    def _share(self, i: int) -> Share:
+        start, num_tokens, new_tokens, decoding = self.numbers[4 * i : 4 * i + 4]
+        return Share(self.request_ids[i], start, num_tokens, new_tokens, bool(decoding))

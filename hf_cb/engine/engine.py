@@ -170,20 +170,24 @@ class Engine:
         """Appends the sampled tokens, ends what is to end, gives blocks back, leaves a StepRecord."""
         sampled = flight.read()
         began = time.perf_counter()
-        held, cached = self.kv.pool.num_held, self.kv.pool.num_cached
+        held, cached, running = self.kv.pool.num_held, self.kv.pool.num_cached, len(self.scheduler.running)
         found = [self.commits.part(part, s, began) for part, s in zip(flight.plan.parts, sampled, strict=True)]
+        ended = time.perf_counter()
         self.records.append(
             StepRecord(
                 step=self.num_steps,
-                commit_s=time.perf_counter() - began,
+                ended=ended,
+                commit_s=ended - began,
                 tokens_allowed=self.recovery.budget or self.config.max_batch_tokens,
                 blocks_used=held,
                 blocks_cached=cached,
                 blocks_allowed=self.kv.pool.num_blocks,
+                running=running,
                 requests_allowed=self.config.max_num_seqs,
                 waiting=len(self.scheduler.waiting),
                 sampled=sum(len(s) for s in sampled),
-                **records.of_plan(flight.plan, flight.times),
+                recovering=bool(self.recovery.groups),
+                **records.of_plan(flight.plan, flight.times, found),
             )
         )
         self.num_steps += 1
@@ -245,9 +249,12 @@ class Engine:
             return plan
         for request in plan.preempted:
             self.runner.forget(request)
-        for request in [r for r in self.scheduler.running if r not in group.goals and not r.in_flight]:
+        others = [r for r in self.scheduler.running if r not in group.goals and not r.in_flight]
+        for request in others:
             self._give_way(request)  # they hold the blocks or the memory that it needs
-        return self.scheduler.plan(group.goals, budget)
+        relieved = self.scheduler.plan(group.goals, budget)
+        relieved.preempted += others
+        return relieved
 
     def _recover(self, plan: StepPlan, error: Exception) -> tuple[StepPlan, list[list[Sampled]]]:
         """What is left of a step that raised: nothing, or the request that is to blame, with its error.
@@ -259,13 +266,14 @@ class Engine:
         plan.parts = [part for part in plan.parts if part.request.status is not Status.FINISHED]
         for request in plan.preempted:
             self.scheduler.host.drop(request)  # it may not have been copied
-        for part in plan.parts:
-            self._give_way(part.request)
+        tried = [part.request for part in plan.parts]
+        for request in tried:
+            self._give_way(request)
         culprit = None if isinstance(error, ModelChangedError) else self.recovery.after(plan, error)
         if isinstance(error, ModelChangedError) or (culprit is not None and self.recovery.hopeless):
             raise error
         parts = [part for part in plan.parts if part.request is culprit]
-        left = StepPlan(parts, plan.preempted, admitted=plan.admitted)
+        left = StepPlan(parts, [*plan.preempted, *tried], admitted=plan.admitted)
         return left, [[Sampled(-1, exception=error)] for _ in parts]
 
     def _give_way(self, request: Request) -> None:

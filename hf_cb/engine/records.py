@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from hf_cb.core import Request
-from hf_cb.steps import StepPlan
+from hf_cb.core import Request, Update
+from hf_cb.steps import Entry, Exit, StepPlan
 
 
-def of_plan(plan: StepPlan, times: Sequence[float]) -> dict[str, Any]:
-    """The fields of a StepRecord that a plan and the clock tell: before plan, build, forward, sample, and after it."""
+def of_plan(plan: StepPlan, times: Sequence[float], found: Sequence[Update | None]) -> dict[str, Any]:
+    """The fields of a StepRecord that a plan tells, the clock (before plan, build, forward, sample, and after it), and
+    what each part of the plan changed."""
+    numbers = array("i")
+    decode_tokens = 0
+    for part, update in zip(plan.parts, found, strict=True):
+        new = 0 if update is None else len(update.new_ids)
+        numbers.extend((part.start, part.num_tokens, new, part.was_decoding))
+        decode_tokens += part.num_tokens if part.was_decoding else 0
+    ended = [u.request for u in found if u is not None and u.finished]
     return {
         "started": times[0],
         "plan_s": times[1] - times[0],
         "build_s": times[2] - times[1],
         "forward_s": times[3] - times[2],
         "sample_s": times[4] - times[3],
-        "decode_tokens": sum(p.num_tokens for p in plan.parts if p.was_decoding),
-        "prefill_tokens": sum(p.num_tokens for p in plan.parts if not p.was_decoding),
+        "decode_tokens": decode_tokens,
+        "prefill_tokens": sum(numbers[1::4]) - decode_tokens,
         "requests": len(plan.parts),
-        "preempted": len(plan.preempted),
         "bound_by": plan.bound_by,
+        "request_ids": tuple([part.request.request_id for part in plan.parts]),
+        "numbers": numbers,
+        "admitted": tuple([Entry(r.request_id, r.created) for r in plan.admitted]),
+        "preempted_ids": tuple([r.request_id for r in plan.preempted]),
+        "finished": tuple([Exit(r.request_id, r.finish_reason or "") for r in ended]),
     }
 
 

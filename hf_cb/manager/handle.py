@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hf_cb.core import Delta, GenerationOutput, RequestMetrics
+from hf_cb.core import Delta, GenerationOutput, Request, RequestMetrics
 from hf_cb.errors import RequestFailedError
 from hf_cb.html import card, result_card, side_by_side
 from hf_cb.manager.mailbox import Mailbox, Waker
@@ -31,6 +31,7 @@ class Handle:
         cancel: ends the request within a step.
         drop: the same, called when the handle is gone; must take no lock, since that may happen anywhere.
         check: raises where waiting would never end.
+        explain: says of one of its requests where the time went.
         tokenizer: for text.
     """
 
@@ -40,12 +41,14 @@ class Handle:
         cancel: Callable[[], None],
         drop: Callable[[], None],
         check: Callable[[], None],
+        explain: Callable[[Request, GenerationOutput | None], str],
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.mailbox = mailbox
         self._cancel = cancel
         self._drop = drop
         self._check = check
+        self._explain = explain
         self._tokenizer = tokenizer
 
     def __del__(self) -> None:
@@ -73,6 +76,13 @@ class Handle:
     def metrics(self) -> RequestMetrics:
         """The first sequence's metrics, filled as far as they are known."""
         return self.mailbox.requests[0].metrics
+
+    def why(self) -> str:
+        """Where the time went, in a sentence for each sequence: what it waited for, in how many steps its prompt was
+        computed, how its tokens came, what stalled it. While it runs and after its end, as far as the manager's ring of
+        StepRecords goes back."""
+        pairs = zip(self.mailbox.requests, self.mailbox.streams, strict=True)
+        return "\n".join(self._explain(request, stream.output) for request, stream in pairs)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether the request is done, after at most `timeout` seconds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import torch
 
 from hf_cb.attention import interception
 from hf_cb.config import EngineConfig
-from hf_cb.core import Request, Status, Update
+from hf_cb.core import GenerationOutput, Request, Status, Update
 from hf_cb.engine.limits import check_ids
 from hf_cb.manager import kept
 from hf_cb.manager.build import build_engine
@@ -24,6 +25,7 @@ from hf_cb.manager.registry import Registry
 from hf_cb.manager.router import Router
 from hf_cb.manager.submission import make_requests
 from hf_cb.metrics.stats import ManagerStats
+from hf_cb.metrics.why import why
 from hf_cb.models.generation import Recipe, make_recipe
 from hf_cb.models.plan import Need
 from hf_cb.seeds import seed_sequence
@@ -144,9 +146,9 @@ class ContinuousBatchingManager(TransformersCalls):
         """`submit` for a prompt and options that are resolved already; `bounded=False` disregards `max_queue_size`."""
         requests = self._make_requests(prompt_ids, recipe, **options)
         mailbox = Mailbox(requests, index)
-        drop = partial(self.loop.dropped.append, requests)
+        cancel, drop = partial(self._post_cancel, requests), partial(self.loop.dropped.append, requests)
         # made first: if an interrupt comes before it is returned, it goes, and its requests with it
-        handle = Handle(mailbox, lambda: self._post_cancel(requests), drop, self.loop.check_may_wait, recipe.tokenizer)
+        handle = Handle(mailbox, cancel, drop, self.loop.check_may_wait, self._why, recipe.tokenizer)
         self._enqueue(requests, mailbox, bounded=bounded, queue_wait=queue_wait)
         return handle
 
@@ -237,8 +239,17 @@ class ContinuousBatchingManager(TransformersCalls):
         )
 
     def trace(self) -> list[StepRecord]:
-        """The newest StepRecords, oldest first."""
-        return list(self.engine.records)
+        """The newest StepRecords (`trace_steps` of them), oldest first."""
+        while True:
+            try:
+                return list(self.engine.records)
+            except RuntimeError:  # a collection of garbage in the middle let a step's end in
+                continue
+
+    def _why(self, request: Request, output: GenerationOutput | None) -> str:
+        ended = output.lifespan[1] if output is not None else time.perf_counter()
+        error = output.exception if output is not None else None
+        return why(request, self.trace(), ended, self.engine.scheduler.policy.name, error)
 
     def display(self) -> EngineDisplay:
         """Shows the engine in a notebook, updated in place while it runs; `stop()` on what is returned ends that.
