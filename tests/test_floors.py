@@ -21,6 +21,7 @@ FLOORS = (
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 NEIGHBOURS = FLOORS[0] - {"kernels"}  # the rooms of one floor that may import each other
 OPTIONAL = {"triton", "flash_attn", "gradio", "fastapi", "gguf", "sentencepiece", "openai", "matplotlib"}
+OPTIONAL |= {"prometheus_client"}
 # rooms made of an optional package: they may import it, and importing them is importing it
 MADE_OF = {"hf_cb.kernels.triton": "triton", "hf_cb.chat.app": "gradio"}
 MAX_LINES = 300

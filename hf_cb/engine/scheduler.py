@@ -27,6 +27,7 @@ class Scheduler:
         self.host = HostBlocks(config.host_blocks)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.preemptions = 0
 
     def add(self, request: Request) -> None:
         insort(self.waiting, request, key=lambda r: r.arrival)
@@ -154,6 +155,7 @@ class Scheduler:
         request.num_computed = request.in_flight = request.ahead = 0
         request.status = Status.WAITING
         request.metrics.preemptions += 1
+        self.preemptions += 1
         self.add(request)
 
     def _part(self, request: Request, left: int) -> PlanPart | None:

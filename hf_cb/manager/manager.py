@@ -24,6 +24,7 @@ from hf_cb.manager.openmp import release_idle_workers
 from hf_cb.manager.registry import Registry
 from hf_cb.manager.router import Router
 from hf_cb.manager.submission import make_requests
+from hf_cb.metrics.counts import Metrics
 from hf_cb.metrics.stats import ManagerStats
 from hf_cb.metrics.why import why
 from hf_cb.models.generation import Recipe, make_recipe
@@ -68,6 +69,7 @@ class ContinuousBatchingManager(TransformersCalls):
         self._vocab_size = model.get_input_embeddings().weight.shape[0]
         self._seeds = seed_sequence(self.config.seed)
         self.registry = Registry(self.config.max_queue_size)
+        self.metrics = Metrics()
 
     # ----------------------------------------------------------------------------------------------------- submitting
 
@@ -236,6 +238,7 @@ class ContinuousBatchingManager(TransformersCalls):
             blocks=pool.num_blocks,
             steps=self.engine.num_steps,
             tokens=self.registry.tokens,
+            preemptions=self.engine.scheduler.preemptions,
         )
 
     def trace(self) -> list[StepRecord]:
@@ -286,6 +289,7 @@ class ContinuousBatchingManager(TransformersCalls):
             for update in updates:
                 update.request.status = Status.FINISHED
         self.registry.leave(updates, everybody=error is not None)
+        self.metrics.count(updates, died=error is not None)
         self.router.deliver(updates, error)
         if error is not None:
             self.router.queue.close()

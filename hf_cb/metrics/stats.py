@@ -17,3 +17,4 @@ class ManagerStats:
     blocks: int
     steps: int
     tokens: int
+    preemptions: int
