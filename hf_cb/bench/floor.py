@@ -108,6 +108,12 @@ def least_time(
     return Floor(now, work.output_tokens / now, steps)
 
 
+def step_seconds(cost: ModelCost, tokens: int, rows: int, kv_read: int, speeds: Speeds) -> float:
+    """The least that a step takes, of so many query tokens, rows of logits and bytes of cache to read."""
+    products = 2 * (tokens * cost.body + rows * cost.head) / speeds.rate
+    return max(products, cost.weight_bytes / speeds.bandwidth) + kv_read / speeds.bandwidth
+
+
 class _Progress:
     def __init__(self, request: BenchRequest) -> None:
         self.ids, self.left, self.arrival = request.prompt, request.max_new, request.arrival
@@ -140,8 +146,7 @@ def _step(cost: ModelCost, alive: list[_Progress], speeds: Speeds, budget: int) 
         if p.context >= p.prompt:
             rows += 1
             p.left -= 1
-    products = 2 * (tokens * cost.body + rows * cost.head) / speeds.rate
-    return max(products, cost.weight_bytes / speeds.bandwidth) + (read + cost.kv_read(shared)) / speeds.bandwidth
+    return step_seconds(cost, tokens, rows, read + cost.kv_read(shared), speeds)
 
 
 def _experts(config: Any) -> float:

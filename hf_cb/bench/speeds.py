@@ -14,6 +14,7 @@ from torch import Tensor, nn
 READ_BYTES = 2**30  # far beyond every cache
 ROWS = (256, 512)  # of a product's input: where rates have settled
 SHAPES = 3  # the largest weights
+CUT = 4096
 SECONDS = 0.15  # that each product is repeated for, at least three times
 
 Multiply = Callable[[Tensor], Any]
@@ -69,9 +70,10 @@ PRODUCTS: dict[str, Callable[[Tensor], Multiply]] = {
 }
 
 
-def measure(model: nn.Module) -> Speeds:
-    """Both speeds, on the model's device, in its dtype and with its largest linear layers' shapes."""
-    weights = largest_weights(model)
+def measure(model: nn.Module, device: torch.device | None = None) -> Speeds:
+    """Both speeds, on the model's device, in its dtype and with its largest linear layers' shapes; of a model that has
+    shapes alone, on a device where it might be."""
+    weights = largest_weights(model, device)
     device = weights[0].device
     rate, product = 0.0, ""
     with torch.no_grad():
@@ -83,16 +85,20 @@ def measure(model: nn.Module) -> Speeds:
         return Speeds(read_bandwidth(device), rate, product)
 
 
-def largest_weights(model: nn.Module) -> list[Tensor]:
-    """New random weights, of the shapes of the model's largest floating-point matrices."""
-    matrices = [p for p in model.parameters() if p.dim() == 2 and p.is_floating_point() and p.device.type != "meta"]
+def largest_weights(model: nn.Module, device: torch.device | None = None) -> list[Tensor]:
+    """New random weights, of the shapes of the model's largest floating-point matrices. For another device than its own
+    they are cut to `CUT`: the rate is the same, and one that would not fit there can be asked about."""
+    floating = [p for p in model.parameters() if p.dim() == 2 and p.is_floating_point()]
+    matrices = [p for p in floating if device is not None or p.device.type != "meta"]
     head = getattr(model, "get_output_embeddings", lambda: None)()
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     skipped = [id(m.weight) for m in (head, embeddings) if m is not None]  # as large as a vocabulary: too slow to try
     body = [p for p in matrices if id(p) not in skipped] or matrices
     shapes = sorted({tuple(p.shape) for p in body}, key=lambda s: s[0] * s[1], reverse=True)[:SHAPES]
-    like = body[0]
-    return [torch.randn(shape, device=like.device).to(like.dtype) for shape in shapes]
+    if device is not None:
+        shapes = sorted({tuple(min(size, CUT) for size in shape) for shape in shapes})
+    on, dtype = device or body[0].device, body[0].dtype
+    return [torch.randn(shape, device=on).to(dtype) for shape in shapes]
 
 
 def product_rate(prepare: Callable[[Tensor], Multiply], weight: Tensor) -> float:

@@ -90,13 +90,27 @@ def _judge(model: PreTrainedModel) -> Verdict:
     if own is not None:
         with single_threaded():
             return _first_right(own, LENGTHS, NEW_TOKENS, PATHS)
-    key = (type(model), f"{model.config.to_json_string(use_diff=False)} {model.config._attn_implementation}")
-    if key not in _of_architecture:
-        _of_architecture[key] = _judge_twin(model)
-    of_twin = _of_architecture[key]
+    of_twin = _judge_architecture(model)
     if of_twin is None:
         return _first_right(model, LENGTHS, NEW_TOKENS, PATHS)
     return _first_right(model, SHORT_LENGTHS, SHORT_NEW_TOKENS, PATHS[PATHS.index(of_twin.path) :], of_twin)
+
+
+def judge_architecture(model: PreTrainedModel) -> Verdict | None:
+    """The twin's part of the verdict, for which a model without weights is enough; None if it has no twin.
+
+    Raises:
+        UnsupportedModelError: no path agrees with `generate`.
+    """
+    with _lock:
+        return _judge_architecture(model)
+
+
+def _judge_architecture(model: PreTrainedModel) -> Verdict | None:
+    key = (type(model), f"{model.config.to_json_string(use_diff=False)} {model.config._attn_implementation}")
+    if key not in _of_architecture:
+        _of_architecture[key] = _judge_twin(model)
+    return _of_architecture[key]
 
 
 def _judge_twin(model: PreTrainedModel) -> Verdict | None:

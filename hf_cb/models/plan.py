@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import psutil
@@ -30,6 +30,14 @@ class Need:
 
     tokens: int
     seqs: int
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where a model that has only shapes is to compute, and what will be free there beside its weights."""
+
+    device: torch.device
+    free_bytes: int
 
 
 @dataclass
@@ -66,13 +74,17 @@ def model_length(model: PreTrainedModel) -> int:
     return int(length * max(k.get("factor", 1) if k.get("rope_type") == "dynamic" else 1 for k in kinds))
 
 
-def plan_paged(model: PreTrainedModel, options: EngineConfig, need: Need | None = None) -> ModelPlan:
-    """The plan of the paged path.
+def plan_paged(
+    model: PreTrainedModel, options: EngineConfig, need: Need | None = None, room: Room | None = None
+) -> ModelPlan:
+    """The plan of the paged path; of a model without weights, for the `room` that it will have.
 
     Raises:
         UnsupportedModelError, OptionError: naming the model or the option, and the remedy.
     """
     trace = trace_layers(model)
+    if room is not None:
+        trace.layers = [replace(layer, device=room.device) for layer in trace.layers]
     backend, why = choose_backend(options.attention, trace.layers, options.kv_dtype, options.block_size)
     # with no attention at all blocks only count tokens
     groups = group_layers(trace.layers, options.max_model_len or model_length(model)) or [LayerGroup((), ())]
@@ -81,12 +93,16 @@ def plan_paged(model: PreTrainedModel, options: EngineConfig, need: Need | None 
     def block_bytes(block_size: int) -> int:
         return sum(backend.block_bytes(layer, block_size) for layer in stored) or 1
 
-    free = _free_for([(layer.device, backend.block_bytes(layer, 1)) for layer in stored], model, options)
-    config = resolve(options, _surroundings(model, free, block_bytes, len(groups), need, trace, backend))
+    if room is None:
+        free = _free_for([(layer.device, backend.block_bytes(layer, 1)) for layer in stored], model, options)
+        room = Room(device_of(model), free)
+    config = resolve(options, _surroundings(model, room, block_bytes, len(groups), need, trace, backend))
     return ModelPlan(config, groups, block_bytes(config.block_size), trace, backend, why)
 
 
-def plan_dense(model: PreTrainedModel, options: EngineConfig, need: Need | None = None) -> ModelPlan:
+def plan_dense(
+    model: PreTrainedModel, options: EngineConfig, need: Need | None = None, room: Room | None = None
+) -> ModelPlan:
     """The plan of the dense path: blocks only count tokens, of the size that full attention would need."""
     text = model.config.get_text_config()
     layers = getattr(text, "num_hidden_layers", 1) or 1
@@ -95,7 +111,8 @@ def plan_dense(model: PreTrainedModel, options: EngineConfig, need: Need | None 
     def block_bytes(block_size: int) -> int:
         return block_size * token_bytes
 
-    config = resolve(options, _surroundings(model, free_memory(device_of(model)), block_bytes, 1, need))
+    room = room or Room(device_of(model), free_memory(device_of(model)))
+    config = resolve(options, _surroundings(model, room, block_bytes, 1, need))
     return ModelPlan(config, [LayerGroup((), ())], block_bytes(config.block_size))
 
 
@@ -120,7 +137,7 @@ def _step_bytes(model: PreTrainedModel, options: EngineConfig) -> Counter[torch.
 
 def _surroundings(
     model: PreTrainedModel,
-    free_bytes: int,
+    room: Room,
     block_bytes: object,
     num_groups: int,
     need: Need | None,
@@ -129,8 +146,8 @@ def _surroundings(
 ) -> Surroundings:
     return Surroundings(
         model_len=model_length(model),
-        free_bytes=free_bytes,
-        device_type=device_of(model).type,
+        free_bytes=room.free_bytes,
+        device_type=room.device.type,
         block_bytes=block_bytes,
         num_groups=num_groups,
         state_bytes=trace.recurrent.state_bytes if trace and trace.recurrent else 0,

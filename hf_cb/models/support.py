@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 ROPE_TYPES = STATIC | BY_LENGTH
 
 
-def check_supported(model: PreTrainedModel) -> None:
-    """Raises UnsupportedModelError, naming the model and the reason."""
+def check_supported(model: PreTrainedModel, with_weights: bool = True) -> None:
+    """Raises UnsupportedModelError, naming the model and the reason; `with_weights`: it is to run."""
     name, config = type(model).__name__, getattr(model, "config", None)
     if config is None or not callable(model):
         raise UnsupportedModelError(
@@ -35,7 +35,7 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{name} was loaded with attn_implementation={implementation!r}, with which its own forward is not causal. "
             f"hf_cb needs nothing of the kind: call model.set_attn_implementation({plain!r})."
         )
-    if device_of(model).type == "meta":
+    if with_weights and device_of(model).type == "meta":
         raise UnsupportedModelError(f"{name} has shapes and no weights (device meta); load it with from_pretrained.")
     check_sharding(model)
     for rope_type in (*_rope_types(config), *_rope_types(config.get_text_config())):

@@ -127,8 +127,8 @@ def _trace_states(model: PreTrainedModel, modules: list[nn.Module]) -> Recurrent
         if len(list(lanes.tensors(made[0]))) == kept:
             return whole  # it takes the cache, and keeps nothing there
         using.add(id(module))
-        if cls not in restarting:
-            restarting[cls] = _restarts(cls, forward, call, make_cache)
+        if cls not in restarting:  # shapes alone do not tell
+            restarting[cls] = device_of(model).type != "meta" and _restarts(cls, forward, call, make_cache)
         return whole
 
     if not modules:
