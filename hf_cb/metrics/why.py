@@ -99,7 +99,9 @@ def _causes(wait: Wait, request: Request, policy: str) -> str:
 
 def _cause(cause: str, record: StepRecord | None, request: Request, policy: str) -> str:
     if record is not None and cause == "blocks":
-        return f"KV blocks were full ({record.blocks_used} of {record.blocks_allowed})"
+        used = f"{record.blocks_used} of {record.blocks_allowed}"
+        full = record.blocks_used == record.blocks_allowed
+        return f"KV blocks were full ({used})" if full else f"too few KV blocks were free ({used} in use)"
     if record is not None and cause == "tokens":
         return f"the steps were full ({record.query_tokens} of {record.tokens_allowed} query tokens)"
     if record is not None and cause == "requests":
@@ -209,7 +211,7 @@ def _times(count: int) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    shown, more = list(names[:3]), len(names) - 3
-    if more > 0:
-        return f"{', '.join(shown)} and {more} more"
+    shown = list(names)
+    if len(shown) > 4:
+        return f"{', '.join(shown[:3])} and {len(shown) - 3} more"
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
