@@ -174,7 +174,10 @@ class Engine:
         found = [self.commits.part(part, s, began) for part, s in zip(flight.plan.parts, sampled, strict=True)]
         ended = time.perf_counter()
         self.records.append(
-            StepRecord(
+            records.record_of(
+                flight.plan,
+                flight.times,
+                found,
                 step=self.num_steps,
                 ended=ended,
                 commit_s=ended - began,
@@ -187,7 +190,6 @@ class Engine:
                 waiting=len(self.scheduler.waiting),
                 sampled=sum(len(s) for s in sampled),
                 recovering=bool(self.recovery.groups),
-                **records.of_plan(flight.plan, flight.times, found),
             )
         )
         self.num_steps += 1

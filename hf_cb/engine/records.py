@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_cb.core import Request, Update
-from hf_cb.steps import Entry, Exit, StepPlan
+from hf_cb.steps import Entry, Exit, StepPlan, StepRecord
 
 
-def of_plan(plan: StepPlan, times: Sequence[float], found: Sequence[Update | None]) -> dict[str, Any]:
-    """The fields of a StepRecord that a plan tells, the clock (before plan, build, forward, sample, and after it), and
-    what each part of the plan changed."""
+def record_of(plan: StepPlan, times: Sequence[float], found: Sequence[Update | None], **state: Any) -> StepRecord:
+    """A step's record: what the plan tells, the clock (before plan, build, forward, sample, and after it), what each
+    part of the plan changed, and the `state` of the engine."""
     numbers = array("i")
     decode_tokens = 0
     for part, update in zip(plan.parts, found, strict=True):
@@ -20,22 +20,23 @@ def of_plan(plan: StepPlan, times: Sequence[float], found: Sequence[Update | Non
         numbers.extend((part.start, part.num_tokens, new, part.was_decoding))
         decode_tokens += part.num_tokens if part.was_decoding else 0
     ended = [u.request for u in found if u is not None and u.finished]
-    return {
-        "started": times[0],
-        "plan_s": times[1] - times[0],
-        "build_s": times[2] - times[1],
-        "forward_s": times[3] - times[2],
-        "sample_s": times[4] - times[3],
-        "decode_tokens": decode_tokens,
-        "prefill_tokens": sum(numbers[1::4]) - decode_tokens,
-        "requests": len(plan.parts),
-        "bound_by": plan.bound_by,
-        "request_ids": tuple([part.request.request_id for part in plan.parts]),
-        "numbers": numbers,
-        "admitted": tuple([Entry(r.request_id, r.created) for r in plan.admitted]),
-        "preempted_ids": tuple([r.request_id for r in plan.preempted]),
-        "finished": tuple([Exit(r.request_id, r.finish_reason or "") for r in ended]),
-    }
+    return StepRecord(
+        started=times[0],
+        plan_s=times[1] - times[0],
+        build_s=times[2] - times[1],
+        forward_s=times[3] - times[2],
+        sample_s=times[4] - times[3],
+        decode_tokens=decode_tokens,
+        prefill_tokens=sum(numbers[1::4]) - decode_tokens,
+        requests=len(plan.parts),
+        bound_by=plan.bound_by,
+        request_ids=tuple([part.request.request_id for part in plan.parts]),
+        numbers=numbers,
+        admitted=tuple([Entry(r.request_id, r.created) for r in plan.admitted]),
+        preempted_ids=tuple([r.request_id for r in plan.preempted]),
+        finished=tuple([Exit(r.request_id, r.finish_reason or "") for r in ended]),
+        **state,
+    )
 
 
 def fill_metrics(request: Request) -> None:

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tiny_models import greedy, make_prompts
 
 from hf_cb import EngineConfig
+from hf_cb.bench import record_cost
 from hf_cb.core import Update
 from hf_cb.metrics.counts import Histogram, Metrics
 from hf_cb.metrics.exposition import exposition
@@ -93,3 +94,10 @@ def test_a_managers_page(shared_llama) -> None:
     assert preemptions > 0
     assert samples["hf_cb:request_success_total", "length"].value == 4
     assert samples["hf_cb:time_to_first_token_seconds_bucket", "+Inf"].value == 4
+
+
+def test_the_cost_of_records_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert record_cost.main(["--rows", "1,3", "--steps", "50"]) == 0
+    one, three = capsys.readouterr().out.splitlines()
+    assert one.startswith("1 rows: record ") and "% of a step of 5.6 ms" in one
+    assert three.startswith("3 rows: record ")
