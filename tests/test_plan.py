@@ -60,7 +60,7 @@ def test_the_numbers_of_the_text_book(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "weights: 14.96 GiB of 20.00 GiB free on cpu\n" in said
     assert "256 blocks of 32 tokens and 4,194,304 bytes (kv_budget=1073741824 bytes" in said
     # 639 tokens have keys: 19 full blocks and 31 tokens of another
-    assert "a request of 512 + 128 tokens: 20 blocks (80.00 MiB), 0.2% of them unused at its end (1 tokens" in said
+    assert "a request of 512 + 128 tokens: 20 blocks (80.00 MiB), 0.2% of them unused at its end (room for 1 in" in said
     assert "running together: 12 of 64; at most 102 by tokens" in said and "12 by blocks (256 KV blocks)" in said
     assert "first budget to bind: blocks" in said
 

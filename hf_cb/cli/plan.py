@@ -107,7 +107,7 @@ def _load_lines(found: Forecast, load: Any) -> list[str]:
     kept = _size(blocks * found.plan.block_bytes)
     lines = [f"a request of {load.prompt:,} + {load.output:,} tokens: {blocks:,} blocks ({kept})"]
     if found.groups:
-        lines[0] += f", {found.waste:.1%} of them unused at its end ({found.fragment} tokens in each last block)"
+        lines[0] += f", {found.waste:.1%} of them unused at its end (room for {found.fragment} in a last block)"
     limits = {
         "tokens": f"{config.max_batch_tokens:,} query tokens a step, prompts included",
         "blocks": f"{config.num_blocks:,} KV blocks",

@@ -9,7 +9,7 @@ from hf_cb.errors import describe
 from hf_cb.metrics.causes import BREATH_S, Decoding, Stall, Wait, decoding_of, recomputed, wait_of
 from hf_cb.steps import Share, StepRecord
 
-MENTIONED = 0.05  # causes below this share of a wait are left out
+MENTIONED = 0.05  # causes below this share of a wait, or of the time between first and last token, are left out
 STALLS = {
     "left out": "as steps had no room for it",
     "idle": "as no step ran",
@@ -17,7 +17,7 @@ STALLS = {
     "build": "by slow building of steps",
     "forward": "by slow forwards",
     "sample": "by slow sampling",
-    "commit": "by slow commits (its own stop check, perhaps)",
+    "commit": "by slow commits (somebody's stop check, perhaps)",
 }
 
 
@@ -164,11 +164,12 @@ def _decoded(request: Request, seen: Sequence[StepRecord]) -> str:
         mean = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
         return f"{count} at {seconds(mean)} each" if mean else count
     each = found.usual_s * (len(set(times)) - 1) / (len(times) - 1)  # drafts come several at a time
-    return f"{count} at {seconds(each)} each{_stalled(found)}"
+    return f"{count} at {seconds(each)} each{_stalled(found, times[-1] - times[0])}"
 
 
-def _stalled(found: Decoding) -> str:
+def _stalled(found: Decoding, whole: float) -> str:
     stalls = sorted(found.stalls.items(), key=lambda item: -item[1].seconds)
+    stalls = [(cause, stall) for cause, stall in stalls if stall.seconds >= MENTIONED * whole]
     words = [f"stalled {seconds(s.seconds)} {_times(s.times)} {_by(cause, s)}" for cause, s in stalls]
     return "".join(f", {word}" for word in words)
 

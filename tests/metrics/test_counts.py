@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from clocked import Clocked
-from prometheus_client.parser import text_string_to_metric_families
 from tiny_models import greedy, make_prompts
 
 from hf_cb import EngineConfig
@@ -66,6 +65,7 @@ def test_requests_that_the_engine_took_with_it_are_errors(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("patched")
 def test_a_managers_page(shared_llama) -> None:
+    parser = pytest.importorskip("prometheus_client.parser", reason="the extra `serve` is not installed")
     config = EngineConfig(block_size=4, num_blocks=12, max_num_seqs=4)
     with shared_llama.continuous_batching_context_manager(continuous_batching_config=config) as manager:
         handles = [manager.submit(p, greedy(9)) for p in make_prompts([5, 9, 13])]
@@ -74,7 +74,7 @@ def test_a_managers_page(shared_llama) -> None:
             handle.result()
         page = exposition(manager.metrics, manager.stats, "tiny")
         preemptions, steps = manager.stats().preemptions, manager.stats().steps
-    families = list(text_string_to_metric_families(page.decode()))
+    families = list(parser.text_string_to_metric_families(page.decode()))
     samples = {(s.name, s.labels.get("finished_reason") or s.labels.get("le")): s for f in families for s in f.samples}
     assert all(s.labels["model_name"] == "tiny" for s in samples.values())
     want = {
