@@ -75,6 +75,8 @@ def _lines(name: str, found: Forecast, free: int, device: str) -> list[str]:
         f"weights: {_size(found.weight_bytes)} of {_size(free)} free on {device}{': they do not fit' if short else ''}",
     ]
     lines += [f"KV cache: {_group(group)}" for group in found.groups]
+    if plan.backend is None:
+        lines.append("KV cache: transformers' own, one for each request; blocks only count its tokens, and not exactly")
     if found.groups:
         reach = {group.window or group.chunk for group in found.groups}
         total = f"KV cache: {found.token_bytes:,} bytes a token in all layers"

@@ -43,7 +43,8 @@ def lives_of(records: Sequence[StepRecord]) -> list[Life]:
         for name in record.preempted_ids:
             waiting[name] = record.started
         for name, created in record.admitted:
-            if name not in alive:
+            if name not in alive or alive[name].created < created:  # another of that name, the first was cancelled
+                waiting.pop(name, None)
                 lives.append(Life(name, created, [Span("queued", created, record.started)]))
                 alive[name] = lives[-1]
         for share in record.shares:

@@ -61,6 +61,19 @@ def test_a_life_in_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [s.kind for s in forgotten[0].spans] == ["decode", "decode"]
 
 
+def test_two_requests_of_one_name_are_two_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    c = Clocked(monkeypatch)
+    r = c.submit("r", 3, 50)
+    c.step(3)
+    c.engine.cancel(r)
+    c.now += 1
+    c.submit("r", 3, 2)
+    c.finish()
+    first, second = lives_of(list(c.engine.records))
+    assert (first.reason, second.reason) == (None, "length")
+    assert [span.kind for span in second.spans] == ["queued", "prefill", "decode"]
+
+
 def test_lives_hold_every_token_and_every_preemption(busy: Clocked) -> None:
     records = list(busy.engine.records)
     lives = lives_of(records)
