@@ -10,10 +10,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hf_cb.cli import bench, chat, doctor, generate, transformers_cli
+from hf_cb.cli import bench, chat, doctor, generate, simulate, transformers_cli
 from hf_cb.errors import HfCbError
 
-COMMANDS = {"generate": generate, "chat": chat, "bench": bench, "doctor": doctor, "transformers": transformers_cli}
+COMMANDS = {
+    "generate": generate,
+    "chat": chat,
+    "bench": bench,
+    "simulate": simulate,
+    "doctor": doctor,
+    "transformers": transformers_cli,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -89,7 +89,7 @@ class Commits:
     def _append(self, request: Request, found: Sampled, now: float) -> FinishReason | None:
         request.token_ids.append(found.token_id)
         request.timestamps.append(now)
-        request.first_token = request.first_token or now
+        request.first_token = now if request.first_token is None else request.first_token
         if found.logprob is not None:
             request.logprobs.append(found.logprob)
         return check_stop(request, now)

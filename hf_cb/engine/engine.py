@@ -140,14 +140,15 @@ class Engine:
             self._check_weights()
         plan = self._plan(run_ahead=before is not None)
         if not plan.parts:
-            if self.idle_s() == 0 and not any(r.in_flight for r in self.scheduler.running):
+            held = self.scheduler.held_until is not None
+            if self.has_work and not held and not any(r.in_flight for r in self.scheduler.running):
                 policy = self.scheduler.policy.name
                 raise RuntimeError(f"Nothing was found to run though requests wait: a bug in hf_cb, or in {policy!r}.")
             return None
         for request in plan.preempted:
             self.runner.forget(request)
         for request in plan.admitted:
-            request.started = request.started or times[0]
+            request.started = times[0] if request.started is None else request.started
         times.append(self.clock())
         flight = InFlight(plan, times)
         try:

@@ -30,7 +30,7 @@ def fill_metrics(request: Request) -> None:
     assert request.finished is not None
     m = request.metrics
     m.e2e_s = request.finished - request.created
-    m.queue_s = (request.started or request.finished) - request.created
+    m.queue_s = (request.finished if request.started is None else request.started) - request.created
     if request.first_token is not None and request.started is not None:
         m.ttft_s = request.first_token - request.created
         m.prefill_s = request.first_token - request.started

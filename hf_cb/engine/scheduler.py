@@ -106,7 +106,9 @@ class Scheduler:
             part.request.in_flight += part.num_tokens
             part.request.num_computed += part.num_tokens
             part.request.ahead += part.samples > 0
-        self.held_until = None if plan.parts or self.running else policy.wake_time(situation)
+        if not plan.parts and not self.running:
+            wake = policy.wake_time(situation)
+            self.held_until = wake if wake is not None and wake > situation.now else None
         self.policy.planned(plan)
         return plan
 
