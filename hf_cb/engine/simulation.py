@@ -16,7 +16,8 @@ from hf_cb.config import EngineConfig
 from hf_cb.core import Request, SamplingParams, Status, Update
 from hf_cb.engine.engine import Engine
 from hf_cb.engine.flight import InFlight
-from hf_cb.errors import OptionError
+from hf_cb.engine.limits import fit
+from hf_cb.errors import OptionError, PromptError
 from hf_cb.models.groups import LayerGroup
 from hf_cb.policies import make_policy
 from hf_cb.sizes import ResolvedConfig, Surroundings, resolve
@@ -94,6 +95,11 @@ class Simulation:
             _request(g, place + 1, prefixes[g.prefix], self.clock.now if g.running else g.arrival)
             for place, g in enumerate(given)
         ]
+        for request in self.requests:
+            try:
+                fit(request, self.engine.config, self.engine.kv)
+            except PromptError as error:
+                raise PromptError(f"Request {request.request_id}: {error}") from error
         self._coming = sorted((r for r, g in zip(self.requests, given, strict=True) if not g.running), key=_created)
         self._begin([r for r, g in zip(self.requests, given, strict=True) if g.running])
 

@@ -1,4 +1,4 @@
-"""Random traffic under every policy: nobody is lost, nobody waits for ever, budgets hold, and every block comes back."""
+"""Random traffic under every policy: nobody is lost or waits for ever, budgets hold, and every block comes back."""
 
 from __future__ import annotations
 
