@@ -14,6 +14,7 @@ import numpy as np
 
 from hf_cb.steps import StepRecord
 
+UNBOUNDED = 2**30
 NEWEST = 64  # steps that are looked at
 FIRST_TOKENS = 64  # prompt tokens of a step until enough is known
 ENOUGH = 4  # steps with prompt tokens that are enough
@@ -49,17 +50,17 @@ class Pacing:
         """Seconds of the fastest of the newest steps; 0 before the first."""
         return min((seconds for _, _, seconds in self._steps), default=0.0)
 
-    def prompt_tokens(self, rows: int) -> int | None:
-        """Most prompt tokens of a step with so many rows that generate; None: no bound."""
+    def prompt_tokens(self, rows: int) -> int:
+        """Most prompt tokens of a step with so many rows that generate."""
         if self.target is None:
-            return None
+            return UNBOUNDED
         if self._prompt_steps < ENOUGH:
             return FIRST_TOKENS
         base, per_row, per_token = self.seconds
         room = self.target * MARGIN - base - per_row * rows
         if room <= 0:
             return LEAST_TOKENS
-        return max(LEAST_TOKENS, int(min(room / max(per_token, 1e-9), 2**30)))
+        return max(LEAST_TOKENS, int(min(room / max(per_token, 1e-9), UNBOUNDED)))
 
     @property
     def seconds(self) -> tuple[float, float, float]:

@@ -96,10 +96,10 @@ class Scheduler:
                     part = self._admit(request, shares.room(request), plan)
                 closed = part is None
             else:
-                part = self._continue(request, plan, shares, run_ahead)
+                part = self._continue(request, room, plan, shares, run_ahead)
             if part is not None:
                 shares.add(part)
-                if shares.room(request) == 0 and not part.samples:
+                if not part.samples and shares.room(request) == 0:
                     plan.bound_by = plan.bound_by or "tokens"
         plan.parts = list(shares.parts.values())
         for part in plan.parts:
@@ -114,8 +114,8 @@ class Scheduler:
 
     def _situation(self, only: Collection[Request] | None) -> Situation:
         return Situation(
-            running=[r for r in self.running if only is None or r in only],
-            waiting=[r for r in self.waiting if only is None or r in only],
+            running=list(self.running) if only is None else [r for r in self.running if r in only],
+            waiting=list(self.waiting) if only is None else [r for r in self.waiting if r in only],
             now=self.clock(),
             max_num_seqs=self.config.max_num_seqs,
             closing=self.closing,
@@ -125,11 +125,11 @@ class Scheduler:
 
     def _prompt_tokens(self, allowed: int) -> int:
         """What all prompts of the step may have together: no more than running answers can wait for."""
-        rows = sum(r.is_decoding for r in self.running)
-        if not rows:
+        most = min(self.config.prefill_chunk, allowed)
+        if most == allowed and self.pacing.target is None:
             return allowed
-        paced = self.pacing.prompt_tokens(rows)
-        return min(self.config.prefill_chunk, allowed if paced is None else paced)
+        rows = sum(r.is_decoding for r in self.running)
+        return min(most, self.pacing.prompt_tokens(rows)) if rows else allowed
 
     def _waits_for_source(self, request: Request) -> bool:
         """Whether a fork's prompt is about to be computed by the request that it is a fork of."""
@@ -178,8 +178,10 @@ class Scheduler:
         self._take_back(victim, plan, shares)
         return True
 
-    def _continue(self, request: Request, plan: StepPlan, shares: Shares, run_ahead: bool) -> PlanPart | None:
-        while (part := self._part(request, shares.room(request))) is None:
+    def _continue(
+        self, request: Request, room: int, plan: StepPlan, shares: Shares, run_ahead: bool
+    ) -> PlanPart | None:
+        while (part := self._part(request, room)) is None:
             plan.bound_by = "blocks"
             if run_ahead and any(r.in_flight for r in self.running):
                 plan.short = True  # who is to give way shows when all steps are committed
@@ -188,6 +190,7 @@ class Scheduler:
             self._take_back(victim, plan, shares)
             if victim is request:
                 return None
+            room = shares.room(request)
         return part
 
     def _take_back(self, victim: Request, plan: StepPlan, shares: Shares) -> None:

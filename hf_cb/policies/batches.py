@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
-from weakref import WeakSet
 
 from hf_cb.policies.base import Policy, Situation
 from hf_cb.policies.checks import check_count, check_seconds
@@ -29,13 +28,13 @@ class Dynamic(Policy):
         check_seconds(self.name, "window", window)
         self.batch_size = batch_size
         self.window = window
-        self._members: WeakSet[Request] = WeakSet()  # of a batch that has begun, also if they have not started yet
+        self._members: set[Request] = set()  # of batches that have begun, also those that have not started yet
 
     def order(self, situation: Situation) -> Iterable[Request]:
         members = [r for r in situation.waiting if r in self._members]
         if not members and not situation.running and self._may_begin(situation):
             members = list(situation.waiting[: self._size(situation)])
-            self._members.update(members)
+            self._members = {r for r in self._members if r.status.value != "finished"}.union(members)
         return [*situation.decodes_first(), *members]
 
     def wake_time(self, situation: Situation) -> float | None:

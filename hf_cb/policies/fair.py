@@ -7,7 +7,6 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
-from weakref import WeakSet
 
 from hf_cb.errors import OptionError
 from hf_cb.policies.base import Policy, Situation
@@ -46,7 +45,6 @@ class Fair(Policy):
         self.served: dict[str | None, float] = {}
         self._queued: set[str | None] = set()  # who had something waiting when it was last looked at
         self._last = 0.0  # the counter of those who were the last in the queue
-        self._charged: WeakSet[Request] = WeakSet()  # for their prompts
 
     def order(self, situation: Situation) -> Iterable[Request]:
         yield from sorted(situation.running, key=lambda r: (not r.is_decoding, self._counter(r), r.arrival))
@@ -59,9 +57,8 @@ class Fair(Policy):
     def planned(self, plan: StepPlan) -> None:
         for part in plan.parts:
             cost, request = self.output_weight * part.samples, part.request
-            if request not in self._charged:
-                self._charged.add(request)
-                cost += len(request.prompt_ids) - part.start
+            if not part.was_decoding and not request.num_output:  # what is computed again later is not their doing
+                cost += part.num_tokens
             self.served[request.user] = self._counter(request) + cost / self.weights.get(request.user or "", 1.0)
 
     def _counter(self, request: Request) -> float:
