@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,6 +172,16 @@ def test_longest_prefix_lets_nobody_wait_for_longer_than_its_bound() -> None:
     given += [sim(f"C{i}", 9, 1, arrival=0.5 + i, **shared) for i in range(20)]
     _, r = simulate(given, policy="longest_prefix:4", max_num_seqs=1, block_size=4)
     assert r["B"].started == 5
+
+
+def test_the_policy_in_the_docs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
+    block = text.split("```python")[-1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(block.split("\n\n\nhf_cb.accelerate")[0], names)
+    given = [sim("long", 90, 1), sim("short", 2, 1), sim("middle", 30, 1)]
+    steps, _ = simulate(given, policy=names["ShortestFirst"](), max_num_seqs=1)
+    assert steps == ["short2", "middle30", "long90"]
 
 
 def test_an_object_serves_one_manager_after_the_other() -> None:

@@ -136,6 +136,23 @@ def test_random_traffic(name: str, seed: int) -> None:
         assert record.requests <= config.max_num_seqs and record.blocks_used <= blocks
 
 
+def test_a_place_is_taken_though_steps_overlap() -> None:
+    clock = SimulatedClock()
+    engine = Engine(Ticking(clock), resolved(overlap=True, max_num_seqs=1), make_policy("priority"), clock=clock)
+    slow, urgent = (
+        Request(n, [1], SamplingParams(20), priority=p, created=0.0) for n, p in (("slow", 1), ("urgent", 0))
+    )
+    engine.admit(slow)
+    for _ in range(4):
+        engine.step()
+    engine.admit(urgent)
+    while engine.has_work:
+        engine.step()
+    assert urgent.finished < slow.finished and slow.metrics.preemptions == 1
+    assert slow.output_ids == urgent.output_ids == list(range(2, 22))
+    engine.check_idle()
+
+
 RIVALS: dict[str, dict[str, Any]] = {
     "priority:2": dict(priority=-3),
     "fair": dict(user="crowd"),
