@@ -178,7 +178,7 @@ def test_the_policy_in_the_docs() -> None:
     text = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
     block = text.split("```python")[-1].split("```")[0]
     names: dict[str, Any] = {}
-    exec(block.split("\n\n\nhf_cb.accelerate")[0], names)
+    exec(block.split("\n\n\nconfig =")[0], names)
     given = [sim("long", 90, 1), sim("short", 2, 1), sim("middle", 30, 1)]
     steps, _ = simulate(given, policy=names["ShortestFirst"](), max_num_seqs=1)
     assert steps == ["short2", "middle30", "long90"]
