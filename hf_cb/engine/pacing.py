@@ -16,8 +16,8 @@ from hf_cb.steps import StepRecord
 
 UNBOUNDED = 2**30
 NEWEST = 64  # steps that are looked at
-FIRST_TOKENS = 64  # prompt tokens of a step until enough is known
-ENOUGH = 4  # steps with prompt tokens that are enough
+FIRST_TOKENS = 64  # prompt tokens that are tried at first
+GROWTH = 2  # times as many as the newest steps have had: the line is not trusted further out
 LEAST_TOKENS = 16  # that prompts get in any case: nothing waits for ever
 MARGIN = 0.9  # of the target: the rest is for what lies between steps, and for noise
 SCALES = np.array([1.0, 16.0, 256.0])  # of the three: so that they are pulled alike
@@ -36,14 +36,12 @@ class Pacing:
         self._steps: deque[tuple[int, int, float]] = deque(maxlen=NEWEST)  # rows that generate, prompt tokens, seconds
         self._fit = np.zeros(3)  # seconds of a step, of each row, and of each prompt token, in SCALES
         self._is_stale = False
-        self._prompt_steps = 0
         self._ended = -math.inf  # the step before
 
     def observe(self, step: StepRecord, ended: float) -> None:
         """A step is over."""
         seconds = ended - max(step.started, self._ended)  # the step before it may still have been running
         self._steps.append((step.decode_tokens, step.prefill_tokens, seconds))
-        self._prompt_steps += step.prefill_tokens >= LEAST_TOKENS
         self._is_stale, self._ended = True, ended
 
     def fastest_step(self) -> float:
@@ -54,18 +52,16 @@ class Pacing:
         """Most prompt tokens of a step with so many rows that generate."""
         if self.target is None:
             return UNBOUNDED
-        if self._prompt_steps < ENOUGH:
-            return FIRST_TOKENS
         base, per_row, per_token = self.seconds
         room = self.target * MARGIN - base - per_row * rows
-        if room <= 0:
-            return LEAST_TOKENS
-        return max(LEAST_TOKENS, int(min(room / max(per_token, 1e-9), UNBOUNDED)))
+        tried = max((tokens for _, tokens, _ in self._steps), default=0)
+        most = max(FIRST_TOKENS, GROWTH * tried)
+        return max(LEAST_TOKENS, int(min(max(0.0, room) / max(per_token, 1e-9), most)))
 
     @property
     def seconds(self) -> tuple[float, float, float]:
         """The model: seconds of a step, and more for each row that generates and for each prompt token."""
-        if self._is_stale:
+        if self._is_stale and self._steps:
             self._refit()
         base, per_row, per_token = (self._fit / SCALES).tolist()
         return base, per_row, per_token

@@ -40,8 +40,9 @@ def test_without_a_target_a_prompt_takes_the_whole_step() -> None:
 @pytest.mark.parametrize("target", [0.020, 0.040, 0.080])
 def test_steps_stay_under_the_target_and_use_it(target: float) -> None:
     steps, _ = simulate(plain, target)
-    took = seconds_of_mixed(steps)[10:]
-    assert max(took) <= target * 1.001
+    took = seconds_of_mixed(steps)
+    assert max(took[:10]) <= target * 1.2, "while little is known"
+    assert max(took[10:]) <= target * 1.001
     busy = [s for s in took if s > plain(4, LEAST_TOKENS)]
     assert sorted(busy)[len(busy) // 2] > 0.8 * target, "the target is not used"
 
