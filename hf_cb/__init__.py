@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hf_cb import policies
     from hf_cb.config import EngineConfig
     from hf_cb.core import Delta, GenerationOutput, RequestMetrics
     from hf_cb.demo import demo_model
@@ -49,6 +50,7 @@ _HOMES = {
     "manager.manager": ["ContinuousBatchingManager"],
     "patching": ["accelerate", "explain", "patch", "restore", "unpatch"],
 }
+_ROOMS = ["policies"]  # public modules
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -73,6 +75,7 @@ __all__ = [
     "explain",
     "live",
     "patch",
+    "policies",
     "restore",
     "unpatch",
 ]
@@ -80,6 +83,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Names are imported when they are first used, so that `hf-cb --help` does not wait for torch (PEP 562)."""
+    if name in _ROOMS:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hf_cb.errors import OptionError
+from hf_cb.policies import make_policy
 
 MAX_THREADS = 1024
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -70,14 +71,19 @@ class EngineConfig:
         max_num_seqs: requests in a step.
         max_model_len: positions of one request, the prompt's and those of all output tokens but the last, which is
             never fed back; the model's own number if None. An answer that reaches it ends with "length".
-        prefill_chunk: most tokens of one prompt in a step.
+        prefill_chunk: most tokens of one prompt in a step; and while answers are running, of all prompts together, so
+            that no step holds them up for longer. None: as many as a step may have.
+        itl_target: seconds between two tokens of a running answer. While answers are running, a step takes as many
+            prompt tokens as fit into that time, told from the steps so far; a few always. None: `prefill_chunk` alone.
         cpu_offload_space: the host's memory for what requests have computed that give their KV blocks to others on a
             GPU: bytes, or a string such as "8GiB". None: it is computed again.
         prefix_caching: reuse the blocks of equal prompt beginnings.
         overlap: launch each step while the one before it still runs, on tokens that only the device knows yet; a
             request that ends costs at most one token more. None: on a GPU. Answers are the same either way.
         cuda_graphs: record decode steps once for each of some batch sizes, and replay them. None: on CUDA.
-        policy: order in which requests are served: "fifo" or "prefill_first", or an object with `order` and `victim`.
+        policy: whose turn it is: "continuous" (also "fifo", "inflight", "iteration"), "prefill_first", "priority",
+            "fair", "deadline", "longest_prefix", "static" or "dynamic", perhaps with parameters ("dynamic:8:0.05"); or
+            an object of an `hf_cb.policies.Policy` class. See docs/policies.md.
         attention: "flash" (FlashAttention 2, 3 or 4, where installed), "triton", "torch_varlen" (PyTorch's own), "cpu"
             or "reference". None: for each kind of layer the fastest on its device that can compute it.
         kv_dtype: "int8" keeps keys and values quantised, one scale for each token and head: about half the memory of
@@ -104,11 +110,12 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     prefill_chunk: int | None = None
+    itl_target: float | None = None
     cpu_offload_space: int | str | None = None
     prefix_caching: bool = True
     overlap: bool | None = None
     cuda_graphs: bool | None = None
-    policy: Any = "fifo"
+    policy: Any = "continuous"
     attention: str | None = None
     kv_dtype: Literal["int8"] | None = None
     modules: Literal["fused", "leaf", "off"] | None = None
@@ -134,8 +141,10 @@ class EngineConfig:
         if self.switch_interval is not None:
             _check_number("switch_interval", self.switch_interval, least=1e-6)
         _check_number("queue_wait", self.queue_wait, least=0.0)
-        if self.max_queue_time is not None:
-            _check_number("max_queue_time", self.max_queue_time, least=1e-9)
+        for name in ("max_queue_time", "itl_target"):
+            if getattr(self, name) is not None:
+                _check_number(name, getattr(self, name), least=1e-9)
+        make_policy(self.policy)  # refused now, if at all
         _check_number("train_mode_timeout", self.train_mode_timeout, least=0.0)
         if self.max_memory_fraction is not None:
             _check_number("max_memory_fraction", self.max_memory_fraction, least=0.0, most=1.0)

@@ -72,6 +72,7 @@ class RequestMetrics:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    will_miss: bool = False  # its deadline, as last judged by a policy that looks at it
 
 
 @dataclass
@@ -107,7 +108,8 @@ class Request:
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
-    priority: int = 0
+    priority: int = 0  # smaller is more important
+    user: str | None = None  # who it is for
     deadline: float | None = None  # on time.perf_counter(), as is the next
     start_by: float | None = None
     fork_of: Request | None = None  # shares that request's prompt blocks once they are computed

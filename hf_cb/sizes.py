@@ -26,6 +26,7 @@ class ResolvedConfig:
     cuda_graphs: bool
     host_blocks: int
     trace_steps: int
+    itl_target: float | None = None
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -125,5 +126,6 @@ def resolve(config: EngineConfig, around: Surroundings) -> ResolvedConfig:
         host_blocks=parse_bytes(config.cpu_offload_space) // per_block if config.cpu_offload_space else 0,
         cuda_graphs=auto("cuda_graphs", on_cuda, f"usual on {around.device_type}"),
         trace_steps=config.trace_steps,
+        itl_target=config.itl_target,
         reasons=why,
     )

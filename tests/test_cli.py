@@ -49,7 +49,8 @@ def test_help_names_every_command_and_each_has_its_own(capsys):
     for name in COMMANDS:
         assert name in said
         assert main([name, "--help"]) == 0
-        assert {"transformers": "arguments", "plan": "MODEL"}.get(name, "--model") in capsys.readouterr().out
+        known = {"transformers": "arguments", "plan": "MODEL", "simulate": "--policy"}
+        assert known.get(name, "--model") in capsys.readouterr().out
 
 
 def test_no_command_is_an_error(capsys):

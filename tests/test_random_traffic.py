@@ -13,6 +13,7 @@ from hf_cb.config import EngineConfig
 from hf_cb.core import Request, SamplingParams, Status
 from hf_cb.engine.engine import Engine, InFlight
 from hf_cb.manager.build import build_engine
+from hf_cb.policies import POLICIES
 
 FAMILIES = ("Llama", "Gemma3", "Mistral")
 NUM_PROMPTS = 24
@@ -41,7 +42,7 @@ def test_random_traffic(world, seed: int) -> None:
         max_num_seqs=rng.choice([1, 2, 5, 64]),
         prefill_chunk=rng.choice([None, 1, 4]),
         prefix_caching=rng.random() < 0.7,
-        policy=rng.choice(["fifo", "prefill_first"]),
+        policy=rng.choice([*(name for name in POLICIES if name != "static"), "static:5:0.001", "dynamic:4:0.001"]),
         num_blocks=1,
     )
     interception.install()
@@ -49,7 +50,14 @@ def test_random_traffic(world, seed: int) -> None:
         options.num_blocks = _just_enough(model, options) + rng.choice([0, 1, 3, 200])
         engine = build_engine(model, options)
         requests = [
-            Request(f"r{i}", prompts[i % NUM_PROMPTS], SamplingParams(rng.randint(1, LONGEST - 30))) for i in range(40)
+            Request(
+                f"r{i}",
+                prompts[i % NUM_PROMPTS],
+                SamplingParams(rng.randint(1, LONGEST - 30)),
+                priority=rng.randint(0, 2),
+                user=rng.choice("ab"),
+            )
+            for i in range(40)
         ]
         drive(engine, requests, rng)
     finally:

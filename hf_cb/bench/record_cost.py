@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Any
 
 from hf_cb.core import Request, SamplingParams, Update
 from hf_cb.engine.records import record_of
@@ -31,24 +32,11 @@ def costs(rows: int, steps: int) -> tuple[float, float]:
         request.timestamps += [1.0, 1.02]
     updates = [Update(request, [1]) for request in requests]
     plan, ring, metrics = StepPlan(parts), deque[StepRecord](maxlen=4096), Metrics()
-    state = dict.fromkeys(
-        ("blocks_used", "blocks_cached", "blocks_allowed", "running", "requests_allowed", "waiting", "sampled"), rows
-    )
+    names = ("blocks_used", "blocks_cached", "blocks_allowed", "running", "requests_allowed", "waiting", "sampled")
+    state: dict[str, Any] = dict.fromkeys(names, rows) | {"step": 0, "tokens_allowed": 512, "recovering": False}
 
     def record() -> None:
-        ring.append(
-            record_of(
-                plan,
-                [0.0] * 5,
-                updates,
-                step=0,
-                ended=0.0,
-                commit_s=0.0,
-                tokens_allowed=512,
-                recovering=False,
-                **state,
-            )
-        )
+        ring.append(record_of(plan, [0.0] * 5, 0.0, updates, commit_s=0.0, **state))
 
     return _seconds(record, steps), _seconds(lambda: metrics.count(updates), steps)
 

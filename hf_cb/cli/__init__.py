@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hf_cb.cli import bench, chat, doctor, generate, plan, trace, transformers_cli
+from hf_cb.cli import bench, chat, doctor, generate, plan, simulate, trace, transformers_cli
 from hf_cb.errors import HfCbError
 
 COMMANDS = {
@@ -19,6 +19,7 @@ COMMANDS = {
     "bench": bench,
     "trace": trace,
     "plan": plan,
+    "simulate": simulate,
     "doctor": doctor,
     "transformers": transformers_cli,
 }

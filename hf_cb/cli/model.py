@@ -25,12 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     group.add_argument("--max-model-len", type=count, metavar="N", help="tokens of prompt and output together")
     group.add_argument("--kv-budget", metavar="SIZE", help='memory for the KV cache, such as "2GiB"')
+    group.add_argument("--policy", help='whose turn it is, such as "priority" or "dynamic:8:0.05" (docs/policies.md)')
+    group.add_argument("--prefill-chunk", type=count, metavar="N", help="prompt tokens in a step while answers run")
+    group.add_argument("--itl-target", type=float, metavar="S", help="seconds between two tokens of a running answer")
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of `EngineConfig` that were given."""
-    given = {"max_model_len": args.max_model_len, "kv_budget": args.kv_budget}
-    return {name: value for name, value in given.items() if value is not None}
+    names = ("max_model_len", "kv_budget", "policy", "prefill_chunk", "itl_target")
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 def loading(args: argparse.Namespace) -> dict[str, Any]:

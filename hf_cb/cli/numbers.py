@@ -25,6 +25,15 @@ def share(text: str) -> float:
     return _number(text, most=1.0)
 
 
+def step_time(text: str) -> tuple[float, float, float]:
+    """One to three numbers from 0 up, the first above 0, with colons; what is missing is 0."""
+    first, *rest = (not_negative(part) for part in text.split(":"))
+    if first == 0 or len(rest) > 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not S, S:ROW or S:ROW:TOKEN, with S above 0")
+    per_row, per_token = [*rest, 0.0, 0.0][:2]
+    return first, per_row, per_token
+
+
 def _whole(text: str, least: int) -> int:
     try:
         value = int(text)

@@ -40,9 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--rate", type=not_negative, default=4.0, metavar="R", help="of those, a second; 0: all at once")
     group.add_argument("--max-new-tokens", type=count, default=48, metavar="N", help="at most (%(default)s)")
     group = parser.add_argument_group("engine")
-    for name in ("max-num-seqs", "max-batch-tokens", "prefill-chunk", "block-size", "num-blocks"):
+    for name in ("max-num-seqs", "max-batch-tokens", "block-size", "num-blocks"):
         group.add_argument(f"--{name}", type=count, metavar="N", help=f"as {name.replace('-', '_')} of EngineConfig")
-    group.add_argument("--policy", help="as policy of EngineConfig")
     group = parser.add_argument_group("output")
     group.add_argument("-o", "--out", default="trace.json", metavar="FILE", help="for Perfetto (default: %(default)s)")
     group.add_argument("--plot", metavar="FILE", help="the picture (default: trace.png, if matplotlib is installed)")
@@ -82,7 +81,7 @@ def _plot(args: argparse.Namespace) -> Path | None:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("max_num_seqs", "max_batch_tokens", "prefill_chunk", "block_size", "num_blocks", "policy")
+    names = ("max_num_seqs", "max_batch_tokens", "block_size", "num_blocks")
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     return models.engine_options(args) | given | {"trace_steps": RING}
 

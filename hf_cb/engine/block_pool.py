@@ -88,6 +88,10 @@ class BlockPool:
             return None
         return block
 
+    def has(self, key: Key) -> bool:
+        """Whether some block is known by this key; `find` says whether it is the right one."""
+        return key in self._by_key
+
     def drop_cache(self) -> None:
         """Forgets all content, of held blocks too: the weights have changed."""
         self._content.clear()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hf_cb.core import FinishReason, Request, Status, Update
@@ -21,10 +20,11 @@ from hf_cb.steps import PlanPart
 class Commits:
     """The end of a step, request by request, and the end of a request."""
 
-    def __init__(self, scheduler: Scheduler, kv: KVCache, runner: Runner) -> None:
+    def __init__(self, scheduler: Scheduler, kv: KVCache, runner: Runner, clock: Callable[[], float]) -> None:
         self.scheduler = scheduler
         self.kv = kv
         self.runner = runner
+        self.clock = clock
 
     def part(self, part: PlanPart, sampled: Sequence[Sampled], now: float) -> Update | None:
         """One request's share of a step; None if it had ended before this step was committed."""
@@ -75,7 +75,7 @@ class Commits:
         """Ends a request: its blocks go back, its metrics are filled."""
         self.take_out(request)
         request.finish_reason = reason
-        request.finished = time.perf_counter()
+        request.finished = self.clock()
         records.fill_metrics(request)
 
     def take_out(self, request: Request) -> None:
@@ -89,7 +89,7 @@ class Commits:
     def _append(self, request: Request, found: Sampled, now: float) -> FinishReason | None:
         request.token_ids.append(found.token_id)
         request.timestamps.append(now)
-        request.first_token = request.first_token or now
+        request.first_token = now if request.first_token is None else request.first_token
         if found.logprob is not None:
             request.logprobs.append(found.logprob)
         return check_stop(request, now)

@@ -6,9 +6,11 @@ step before it commits the present one; `step` is the plain loop.
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
@@ -22,7 +24,6 @@ from hf_cb.engine.device_sampler import sampler_for
 from hf_cb.engine.flight import InFlight
 from hf_cb.engine.kv_cache import KVCache
 from hf_cb.engine.limits import fit
-from hf_cb.engine.policies import Policy
 from hf_cb.engine.recovery import Recovery
 from hf_cb.engine.runner import Runner
 from hf_cb.engine.sampler import Sampled, SamplingStep
@@ -30,12 +31,13 @@ from hf_cb.engine.scheduler import Scheduler
 from hf_cb.engine.speculation import DraftSource
 from hf_cb.engine.stopping import end_times, is_late
 from hf_cb.errors import ModelChangedError
+from hf_cb.policies import Policy
 from hf_cb.sizes import ResolvedConfig
 from hf_cb.steps import StepPlan, StepRecord
 
 
 class Engine:
-    """Requests in, tokens out. One thread at a time drives it."""
+    """Requests in, tokens out. One thread at a time drives it; `clock` gives it the time, in seconds."""
 
     def __init__(
         self,
@@ -44,16 +46,18 @@ class Engine:
         policy: Policy | None = None,
         sampler: SamplingStep | None = None,
         drafts: DraftSource | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
+        self.clock = clock
         self.config = config
         sharing = runner.shares_prefixes
         self.kv = KVCache(
             runner.groups, config.num_blocks, config.block_size, config.prefix_caching and sharing, forks=sharing
         )
-        self.scheduler = Scheduler(config, self.kv, policy, drafts if sharing else None)
+        self.scheduler = Scheduler(config, self.kv, policy, drafts if sharing else None, clock)
         self.sampler = sampler or sampler_for(runner.device)
-        self.commits = Commits(self.scheduler, self.kv, runner)
+        self.commits = Commits(self.scheduler, self.kv, runner, clock)
         self.overlap = config.overlap and runner.overlaps and drafts is None
         self._flight: InFlight | None = None  # where steps overlap: launched, and not yet committed
         self.records: deque[StepRecord] = deque(maxlen=config.trace_steps)
@@ -66,6 +70,15 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting or self._flight)
+
+    def idle_s(self) -> float:
+        """Seconds for which there is nothing to do unless something changes: 0 if a step can run now."""
+        if not self.has_work:
+            return math.inf
+        until = self.scheduler.held_until
+        if until is None or self._flight is not None:
+            return 0.0
+        return max(0.0, min([until, *(end for end, _, _ in self._ends[:1])]) - self.clock())
 
     def admit(self, request: Request) -> None:
         """Takes a request in.
@@ -113,7 +126,7 @@ class Engine:
 
     @torch.no_grad()
     def launch(self) -> InFlight | None:
-        """Plans a step and runs it; None if nothing can run before an earlier step is committed."""
+        """Plans a step and runs it; None if nothing can run before an earlier one is committed, or `idle_s` is over."""
         flight = self._start(None)
         if flight is not None:
             self._sample(flight)
@@ -121,28 +134,30 @@ class Engine:
 
     def _start(self, before: InFlight | None) -> InFlight | None:
         """Plan, build, forward. The step `before` is not committed yet: its tokens are taken as they come."""
-        times = [time.perf_counter()]
+        times = [self.clock()]
         if self.scheduler.waiting:  # only who comes in can find what was computed with other weights
             self.runner.new_requests()
             self._check_weights()
         plan = self._plan(run_ahead=before is not None)
         if not plan.parts:
-            if self.has_work and not any(r.in_flight for r in self.scheduler.running):
-                raise RuntimeError("The scheduler found nothing to run though requests wait: this is a bug in hf_cb.")
+            held = self.scheduler.held_until is not None
+            if self.has_work and not held and not any(r.in_flight for r in self.scheduler.running):
+                policy = self.scheduler.policy.name
+                raise RuntimeError(f"Nothing was found to run though requests wait: a bug in hf_cb, or in {policy!r}.")
             return None
         for request in plan.preempted:
             self.runner.forget(request)
         for request in plan.admitted:
-            request.started = request.started or times[0]
-        times.append(time.perf_counter())
+            request.started = times[0] if request.started is None else request.started
+        times.append(self.clock())
         flight = InFlight(plan, times)
         try:
             tokens = before.unread() if before is not None else None
             batch = batching.build(plan, len(self.kv.groups), self.config.block_size, self.runner.device, tokens)
             batch.best_is_enough = self.sampler.best_is_enough(plan.parts)
-            times.append(time.perf_counter())
+            times.append(self.clock())
             flight.logits = self.runner.forward(batch)
-            times.append(time.perf_counter())
+            times.append(self.clock())
         except Exception as error:
             flight.error = error
         return flight
@@ -160,7 +175,7 @@ class Engine:
                 raise
             flight.error = None
             flight.plan, flight.sampled = self._recover(flight.plan, error)
-        flight.times += [time.perf_counter()] * (5 - len(flight.times))
+        flight.times += [self.clock()] * (5 - len(flight.times))
 
     def _may_run_ahead(self, before: InFlight) -> bool:
         return not (before.plan.short or self.recovery.groups or self.recovery.budget)
@@ -169,30 +184,13 @@ class Engine:
     def commit(self, flight: InFlight) -> list[Update]:
         """Appends the sampled tokens, ends what is to end, gives blocks back, leaves a StepRecord."""
         sampled = flight.read()
-        began = time.perf_counter()
-        held, cached, running = self.kv.pool.num_held, self.kv.pool.num_cached, len(self.scheduler.running)
+        began = self.clock()
+        state = records.state_of(self.scheduler, self.recovery)
         found = [self.commits.part(part, s, began) for part, s in zip(flight.plan.parts, sampled, strict=True)]
-        ended = time.perf_counter()
-        self.records.append(
-            records.record_of(
-                flight.plan,
-                flight.times,
-                found,
-                step=self.num_steps,
-                ended=ended,
-                commit_s=ended - began,
-                tokens_allowed=self.recovery.budget or self.config.max_batch_tokens,
-                blocks_used=held,
-                blocks_cached=cached,
-                blocks_allowed=self.kv.pool.num_blocks,
-                running=running,
-                requests_allowed=self.config.max_num_seqs,
-                waiting=len(self.scheduler.waiting),
-                sampled=sum(len(s) for s in sampled),
-                recovering=bool(self.recovery.groups),
-            )
-        )
+        state |= {"step": self.num_steps, "commit_s": self.clock() - began, "sampled": sum(map(len, sampled))}
+        self.records.append(records.record_of(flight.plan, flight.times, began, found, **state))
         self.num_steps += 1
+        self.scheduler.pacing.observe(self.records[-1], self.clock())
         return [update for update in found if update is not None]
 
     def cancel(self, request: Request, reason: FinishReason = "cancelled") -> Update | None:
@@ -217,7 +215,7 @@ class Engine:
 
     def expire(self) -> list[Update]:
         """Ends the requests whose time is up."""
-        now, late, busy = time.perf_counter(), [], []
+        now, late, busy = self.clock(), [], []
         while self._ends and self._ends[0][0] < now:
             entry = heappop(self._ends)
             request = entry[2]

@@ -66,18 +66,25 @@ class KVCache:
 
     # ------------------------------------------------------------------------------------------------------ prefix hits
 
+    def cached_tokens(self, request: Request) -> int:
+        """About how many of its tokens a waiting request would find: cheap, and a little too high where windows have
+        left blocks behind."""
+        if not self.prefix_caching:
+            return 0
+        most = self._begin_hash(request)
+        length = 0
+        while length < most and any(self.pool.has((g, request.block_hashes[length])) for g in range(len(self.groups))):
+            length += 1
+        return length * self.block_size
+
     def hit(self, request: Request) -> int:
         """Shares the longest known beginning of a request that holds nothing; returns its tokens.
 
         At least one token is left to compute, since its logits are wanted.
         """
-        if request.epoch != self.epoch:
-            request.epoch = self.epoch
-            request.block_hashes.clear()
+        most = self._begin_hash(request)
         if not self.prefix_caching:
             return 0
-        most = (len(request.token_ids) - 1) // self.block_size
-        self._hash(request, most)
         found: list[dict[int, int | None]] = [{} for _ in self.groups]
 
         def known(group: int, i: int) -> bool:
@@ -214,6 +221,16 @@ class KVCache:
 
     def _tokens(self, request: Request, i: int) -> list[int]:
         return request.token_ids[i * self.block_size : (i + 1) * self.block_size]
+
+    def _begin_hash(self, request: Request) -> int:
+        """Hashes of all that a request may find in the cache, good for the present weights; how many blocks that is."""
+        if request.epoch != self.epoch:
+            request.epoch = self.epoch
+            request.block_hashes.clear()
+        most = (len(request.token_ids) - 1) // self.block_size
+        if self.prefix_caching:
+            self._hash(request, most)
+        return most
 
     def _hash(self, request: Request, num_blocks: int) -> None:
         """Chained hashes of the request's first `num_blocks` blocks; the chain starts with what all keys depend on."""

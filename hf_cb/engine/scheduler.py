@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
+import time
 from bisect import insort
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from hf_cb.core import Request, Status
 from hf_cb.engine.host_blocks import HostBlocks
 from hf_cb.engine.kv_cache import KVCache
-from hf_cb.engine.policies import Fifo, Policy
+from hf_cb.engine.pacing import Pacing
+from hf_cb.engine.shares import Shares
 from hf_cb.engine.speculation import DraftSource, NoDrafts
+from hf_cb.policies import Continuous, Policy, Situation
 from hf_cb.sizes import ResolvedConfig
 from hf_cb.steps import PlanPart, StepPlan
 
 
 class Scheduler:
-    """Keeps the waiting and the running requests, both in order of arrival, and plans one step at a time."""
+    """Keeps the waiting and the running requests, both by the policy's rank, and plans one step at a time."""
 
     def __init__(
-        self, config: ResolvedConfig, kv: KVCache, policy: Policy | None = None, drafts: DraftSource | None = None
+        self,
+        config: ResolvedConfig,
+        kv: KVCache,
+        policy: Policy | None = None,
+        drafts: DraftSource | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
         self.kv = kv
-        self.policy = policy or Fifo()
+        self.policy = policy or Continuous()
         self.drafts = drafts or NoDrafts()
+        self.clock = clock
+        self.pacing = Pacing(config.itl_target)
         self.host = HostBlocks(config.host_blocks)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.preemptions = 0
+        self.closing = False  # no more requests will come
+        self.held_until: float | None = None  # the policy holds everybody back until then, or until something changes
 
     def add(self, request: Request) -> None:
-        insort(self.waiting, request, key=lambda r: r.arrival)
+        insort(self.waiting, request, key=self.policy.rank)
+        self.held_until = None
 
     def remove(self, request: Request) -> None:
         """A request has ended: its blocks go back."""
@@ -38,6 +51,12 @@ class Scheduler:
         self.host.drop(request)
         (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
         request.status = Status.FINISHED
+        self.held_until = None
+
+    def close(self, closing: bool = True) -> None:
+        """No more requests will come (or some will after all)."""
+        if self.closing != closing:
+            self.closing, self.held_until = closing, None
 
     def plan(
         self, only: Collection[Request] | None = None, budget: int | None = None, run_ahead: bool = False
@@ -46,62 +65,94 @@ class Scheduler:
         yet are left out, unless they may `run_ahead`: on a token that is sampled and not yet read."""
         plan = StepPlan()
         self.host.begin_step()
-        left = allowed = budget or self.config.max_batch_tokens
-        planned: dict[Request, PlanPart] = {}
-        running, waiting = list(self.running), list(self.waiting)
+        policy, situation = self.policy, self._situation(only)
         if only is not None:
-            running, waiting = [r for r in running if r in only], [r for r in waiting if r in only]
-        unasked = len(running)
-        for request in self.policy.order(running, waiting):
-            closed = plan.bound_by in ("blocks", "requests")
+            policy = Continuous()  # these are to run now, whatever is usual
+        allowed = budget or self.config.max_batch_tokens
+        shares = Shares(allowed, self._prompt_tokens(allowed))
+        closed = False  # no new request may start
+        unasked = len(situation.running)
+        for request in policy.order(situation):
             if closed and not unasked:
                 break  # only new requests are left, perhaps thousands, and none may start
             unasked -= request.status is Status.RUNNING
-            if (request.in_flight and not (run_ahead and _goes_on(request))) or request in plan.preempted:
+            if request.in_flight and not (run_ahead and _goes_on(request)):
                 continue
-            if left == 0:
+            if request in shares.parts or request in plan.preempted:
+                continue
+            if shares.tokens == 0:
                 plan.bound_by = plan.bound_by or "tokens"
                 break
-            gone = len(plan.preempted)
-            if request.status is Status.WAITING:
-                # a new request never takes blocks from a running one, and none behind it overtakes
-                if closed:
-                    continue
-                part = self._admit(request, left, plan)
-            else:
-                part = self._continue(request, left, plan, planned, run_ahead)
-            if part is not None:
-                planned[request] = part
-                left -= part.num_tokens
-            if len(plan.preempted) > gone:  # shares were taken back
-                left = allowed - sum(p.num_tokens for p in planned.values())
-            if left == 0 and part is not None and not part.samples:
+            room = shares.room(request)
+            if room == 0:  # prompts have had theirs
                 plan.bound_by = plan.bound_by or "tokens"
-        plan.parts = list(planned.values())
+                closed = True
+                continue
+            if request.status is Status.WAITING:
+                # a new request takes blocks from a running one only as the policy says, and none behind it overtakes
+                if closed or self._waits_for_source(request):
+                    continue
+                part = self._admit(request, room, plan)
+                while part is None and self._make_way(policy, request, plan, shares, run_ahead):
+                    part = self._admit(request, shares.room(request), plan)
+                closed = part is None
+            else:
+                part = self._continue(request, room, plan, shares, run_ahead)
+            if part is not None:
+                shares.add(part)
+                if not part.samples and shares.room(request) == 0:
+                    plan.bound_by = plan.bound_by or "tokens"
+        plan.parts = list(shares.parts.values())
         for part in plan.parts:
             part.request.in_flight += part.num_tokens
             part.request.num_computed += part.num_tokens
             part.request.ahead += part.samples > 0
+        if not plan.parts and not self.running:
+            wake = policy.wake_time(situation)
+            self.held_until = wake if wake is not None and wake > situation.now else None
+        self.policy.planned(plan)
         return plan
 
-    def _admit(self, request: Request, left: int, plan: StepPlan) -> PlanPart | None:
-        if len(self.running) >= self.config.max_num_seqs:
-            plan.bound_by = "requests"
-            return None
+    def _situation(self, only: Collection[Request] | None) -> Situation:
+        return Situation(
+            running=list(self.running) if only is None else [r for r in self.running if r in only],
+            waiting=list(self.waiting) if only is None else [r for r in self.waiting if r in only],
+            now=self.clock(),
+            max_num_seqs=self.config.max_num_seqs,
+            closing=self.closing,
+            cached_tokens=self.kv.cached_tokens,
+            fastest_step=self.pacing.fastest_step,
+        )
+
+    def _prompt_tokens(self, allowed: int) -> int:
+        """What all prompts of the step may have together: no more than running answers can wait for."""
+        most = min(self.config.prefill_chunk, allowed)
+        if most == allowed and self.pacing.target is None:
+            return allowed
+        rows = sum(r.is_decoding for r in self.running)
+        return min(most, self.pacing.prompt_tokens(rows)) if rows else allowed
+
+    def _waits_for_source(self, request: Request) -> bool:
+        """Whether a fork's prompt is about to be computed by the request that it is a fork of."""
         source = request.fork_of
-        if (
+        return (
             self.kv.forks
             and source is not None
             and source.status is not Status.FINISHED
             and source.pending > 0
             and not source.num_output
-        ):
-            return None  # its prompt is about to be computed by the request it is a fork of
-        loads = self._load(request)
+        )
+
+    def _admit(self, request: Request, room: int, plan: StepPlan) -> PlanPart | None:
+        """A waiting request starts, if there is room for it."""
+        if len(self.running) >= self.config.max_num_seqs:
+            plan.bound_by = "requests"
+            return None
+        loads, source = self._load(request), request.fork_of
         if not loads and source is not None and source.status is Status.RUNNING and not request.num_output:
             request.num_computed = self.kv.fork(request, source, len(request.prompt_ids) - 1)
         request.num_computed = request.num_computed or self.kv.hit(request)
-        part = self._part(request, left)
+        part = self._part(request, room)
         if part is None:
             self.kv.free(request)
             request.num_computed = 0
@@ -112,28 +163,44 @@ class Scheduler:
         if request.metrics.preemptions == 0:
             request.metrics.cached_tokens = request.num_computed
         self.waiting.remove(request)
-        insort(self.running, request, key=lambda r: r.arrival)
+        insort(self.running, request, key=self.policy.rank)
         request.status = Status.RUNNING
         plan.admitted.append(request)
         return part
 
+    def _make_way(self, policy: Policy, request: Request, plan: StepPlan, shares: Shares, run_ahead: bool) -> bool:
+        """Whether a running request has given its place to one that waits, as the policy has it."""
+        victim = policy.gives_way(request, self.running)
+        if victim is None:
+            return False
+        if victim.in_flight:
+            plan.short = plan.short or run_ahead  # it can when all steps are committed
+            return False
+        self._take_back(victim, plan, shares)
+        return True
+
     def _continue(
-        self, request: Request, left: int, plan: StepPlan, planned: dict[Request, PlanPart], run_ahead: bool
+        self, request: Request, room: int, plan: StepPlan, shares: Shares, run_ahead: bool
     ) -> PlanPart | None:
-        while (part := self._part(request, left)) is None:
+        while (part := self._part(request, room)) is None:
             plan.bound_by = "blocks"
             if run_ahead and any(r.in_flight for r in self.running):
                 plan.short = True  # who is to give way shows when all steps are committed
                 return None
             victim = self.policy.victim([r for r in self.running if not r.in_flight])
-            if victim not in planned:  # else its blocks wait for copies
-                plan.saves += self.host.save(victim, self.kv.block_size)
-            self.preempt(victim)
-            plan.preempted.append(victim)
-            planned.pop(victim, None)
+            self._take_back(victim, plan, shares)
             if victim is request:
                 return None
+            room = shares.room(request)
         return part
+
+    def _take_back(self, victim: Request, plan: StepPlan, shares: Shares) -> None:
+        """A running request gives way, with what it was to have in this step."""
+        if victim not in shares.parts:  # else its blocks wait for copies
+            plan.saves += self.host.save(victim, self.kv.block_size)
+        self.preempt(victim)
+        plan.preempted.append(victim)
+        shares.take_back(victim)
 
     def _load(self, request: Request) -> list[tuple[int, int, int]]:
         """What a request that gave way has saved comes back, if it is still good and there is room for it."""

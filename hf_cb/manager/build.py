@@ -8,7 +8,6 @@ import torch
 
 from hf_cb.config import EngineConfig
 from hf_cb.engine.engine import Engine
-from hf_cb.engine.policies import make_policy
 from hf_cb.errors import OptionError, UnsupportedModelError
 from hf_cb.manager.leading import build_path, plan_path
 from hf_cb.manager.probe import Verdict, forget_verdict, judge
@@ -16,6 +15,7 @@ from hf_cb.manager.training_mode import in_eval
 from hf_cb.models.plan import ModelPlan, Need
 from hf_cb.models.support import check_supported
 from hf_cb.modules.wanted import wanted
+from hf_cb.policies import make_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from hf_cb.config import EngineConfig
 from hf_cb.engine.engine import Engine
-from hf_cb.engine.policies import Policy
 from hf_cb.errors import OptionError
 from hf_cb.manager import paths
 from hf_cb.manager.meeting import driver_of
 from hf_cb.models.parallel import LeadingRunner
 from hf_cb.models.plan import ModelPlan, Need
 from hf_cb.modules.wanted import Mode
+from hf_cb.policies import Policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +32,7 @@ def plan_path(path: str, model: PreTrainedModel, options: EngineConfig, need: Ne
     driver = driver_of(model)
     if driver is None:
         return paths.plan_path(path, model, options, need)
-    order = ("plan", driver.number_of(model), path, replace(options, policy="fifo"), need)
+    order = ("plan", driver.number_of(model), path, replace(options, policy="continuous"), need)
     with driver.section(order, PLAN_GRACE_S) as section:
         plan = paths.plan_path(path, model, options, need)
         found = [(plan.sizes, plan.layout), *section.replies()]

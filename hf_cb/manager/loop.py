@@ -73,8 +73,7 @@ class EngineLoop:
         self.dropped: deque[list[Request]] = deque()
         self._deliver, self._cancel = deliver, cancel
         self._num_threads = num_threads
-        self._switch_interval = switch_interval
-        self._train_mode_timeout = train_mode_timeout
+        self._switch_interval, self._train_mode_timeout = switch_interval, train_mode_timeout
         self._thread: threading.Thread | None = None
         # the idle thread waits for it, and holds nothing else of ours; a finalizer may put something in at any moment
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -218,20 +217,20 @@ class EngineLoop:
 
     # ------------------------------------------------------------------------------------------------- by its thread
 
-    def work(self) -> bool:
-        """Steps while there is work; whether there may be more later."""
+    def work(self) -> float | None:
+        """Steps while there is work. Then for how many seconds there is none without news; None: no more comes."""
         error: BaseException = RequestCancelledError("The manager was stopped before this request was finished.")
         try:
             with switch_interval(self._switch_interval):
                 while (next_move := self._next_move()) == "step":
                     self._deliver(self.engine.step(), None)
-            if next_move == "wait":
-                return True
+                if next_move == "wait":
+                    return self.engine.idle_s()
         except BaseException as fatal:
             logger.exception("The generation thread died")
             self.fatal_error = error = fatal
         self._end(error)
-        return False
+        return None
 
     def _end(self, error: BaseException) -> None:
         """Everybody who waits is woken, whatever else goes wrong."""
@@ -260,6 +259,7 @@ class EngineLoop:
                 message()
             for requests in dropped:
                 self._cancel(requests)
+            self.engine.scheduler.close(self._stopping is not None)
             training = self._is_training()
             if self._pausers or training:
                 self._deliver(self.engine.settle(), None)
@@ -275,10 +275,10 @@ class EngineLoop:
                     self._paused = False
                 elif training:
                     self._changed.wait(POLL_S)
-                elif self.engine.has_work:
+                elif self.engine.idle_s() == 0:
                     return "step"  # also if messages keep coming
                 elif not self._inbox:
-                    return "end" if self._stopping else "wait"
+                    return "wait" if self.engine.has_work or not self._stopping else "end"
 
     def _is_training(self) -> bool:
         """Whether somebody has put the model in training mode while there is work: then it is not our step to take."""

@@ -80,6 +80,7 @@ class ContinuousBatchingManager(TransformersCalls):
         *,
         request_id: str | None = None,
         priority: int = 0,
+        user: str | None = None,
         deadline: float | None = None,
         queue_wait: float | None = None,
         max_queue_time: float | None = None,
@@ -94,7 +95,8 @@ class ContinuousBatchingManager(TransformersCalls):
             prompt: text, a chat, token ids, or what a tokenizer returns for one prompt.
             generation_config, generation_kwargs: as for `model.generate`; `seed=` makes sampling repeatable.
             request_id: `req_N` if None.
-            priority: for a policy of your own; the built-in ones do not look at it.
+            priority: for the policy "priority": smaller is more important (vLLM's meaning).
+            user: for the policy "fair": whose request it is.
             deadline: seconds from now after which the request ends with "timeout".
             queue_wait: seconds that this call may wait for room if `max_queue_size` is reached.
             max_queue_time: seconds after which a request that has not started ends with "timeout". If None, both are
@@ -113,6 +115,7 @@ class ContinuousBatchingManager(TransformersCalls):
         own: dict[str, Any] = {
             "request_id": request_id,
             "priority": priority,
+            "user": user,
             "deadline": deadline,
             "max_queue_time": max_queue_time,
         }

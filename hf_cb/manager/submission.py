@@ -22,6 +22,7 @@ def make_requests(
     config: EngineConfig,
     request_id: str | None = None,
     priority: int = 0,
+    user: str | None = None,
     deadline: float | None = None,
     max_queue_time: float | None = None,
 ) -> list[Request]:
@@ -32,18 +33,26 @@ def make_requests(
     """
     if request_id is not None and not isinstance(request_id, str):
         raise OptionError(f"request_id must be a string or None, not {request_id!r}.")
+    _check_standing(priority, user)
     params = recipe.for_prompt(prompt_ids)
     in_queue = config.max_queue_time if max_queue_time is None else max_queue_time
     times = (_time_from_now("deadline", deadline), _time_from_now("max_queue_time", in_queue))
-    first = Request(request_id or "", prompt_ids, params, priority, *times)
+    first = Request(request_id or "", prompt_ids, params, priority, user, *times)
     fit(first, engine.config, engine.kv)
     first.request_id = request_id or next_id()  # last, so that refused prompts use up no ids
     requests = [first]
     for i in range(1, recipe.num_return_sequences):
         own = recipe.for_prompt(prompt_ids, derive_seed(params.seed, i))
         child = f"{first.request_id}__child#{i - 1}"
-        requests.append(Request(child, prompt_ids, own, priority, *times, fork_of=first))
+        requests.append(Request(child, prompt_ids, own, priority, user, *times, fork_of=first))
     return requests
+
+
+def _check_standing(priority: int, user: str | None) -> None:
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**31:
+        raise OptionError(f"priority must be a whole number (smaller is more important), not {priority!r}.")
+    if user is not None and not isinstance(user, str):
+        raise OptionError(f"user must be a string or None, not {user!r}.")
 
 
 def _time_from_now(name: str, seconds: float | None) -> float | None:

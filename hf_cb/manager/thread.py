@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -19,7 +21,7 @@ Cancel = Callable[[list[Request]], None]
 
 
 class Loop(Protocol):
-    def work(self) -> bool: ...
+    def work(self) -> float | None: ...
 
 
 def nobody(*_: object) -> None:
@@ -36,10 +38,12 @@ def run_while_alive(
         if loop is None:
             leave(model())
             return
-        if not loop.work():
+        wait = loop.work()
+        if wait is None:
             return
         del loop
-        news.get()
+        with suppress(queue.Empty):
+            news.get(timeout=None if wait == math.inf else wait)
 
 
 def leave(model: nn.Module | None) -> None:

@@ -48,7 +48,7 @@ def resolved(**options: Any) -> ResolvedConfig:
 
 
 def make_engine(**options: Any) -> Engine:
-    parts = {k: options.pop(k) for k in ("sampler", "drafts") if k in options}
+    parts = {k: options.pop(k) for k in ("sampler", "drafts", "clock") if k in options}
     policy = options.pop("policy", None)
     return Engine(FakeRunner(), resolved(**options), policy, **parts)
 

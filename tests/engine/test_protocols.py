@@ -15,19 +15,20 @@ from hf_cb.attention.reference import ReferenceBackend
 from hf_cb.config import EngineConfig
 from hf_cb.core import Request
 from hf_cb.engine.sampler import Sampled, Sampler
+from hf_cb.policies import Policy, Situation
 from hf_cb.steps import LayerFacts, PlanPart
 
 
-class LongestPromptFirst:
+class LongestPromptFirst(Policy):
     """A user's own policy."""
 
     name = "longest"
 
-    def order(self, running: Sequence[Request], waiting: Sequence[Request]) -> Iterable[Request]:
-        return [*running, *sorted(waiting, key=lambda r: -len(r.prompt_ids))]
+    def order(self, situation: Situation) -> Iterable[Request]:
+        return [*situation.running, *sorted(situation.waiting, key=lambda r: -len(r.prompt_ids))]
 
-    def victim(self, running: Sequence[Request]) -> Request:
-        return running[-1]
+    def victim(self, candidates: Sequence[Request]) -> Request:
+        return candidates[-1]
 
 
 def test_policy() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fake_runner import make_engine, request, run
 
 from hf_cb.core import Request
-from hf_cb.engine.policies import make_policy
+from hf_cb.policies import make_policy
 
 
 def test_worked_example() -> None:

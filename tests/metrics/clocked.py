@@ -20,7 +20,7 @@ class Clocked:
         self.now = 1000.0
         self.extra = 0.0  # seconds that the next forward takes besides
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-        self.engine: Engine = make_engine(**options)
+        self.engine: Engine = make_engine(clock=lambda: self.now, **options)
         runner = self.engine.runner
         assert isinstance(runner, FakeRunner)
         plain = runner.forward

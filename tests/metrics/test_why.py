@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 from clocked import Clocked
 
 from hf_cb.core import Request
-from hf_cb.engine.policies import Fifo
 from hf_cb.errors import PromptError
 from hf_cb.metrics.why import why
+from hf_cb.policies import Continuous
+from hf_cb.policies.base import Situation
 
 Make = Callable[..., Clocked]
 
@@ -76,15 +77,15 @@ def test_queued_for_two_reasons_one_after_the_other(make: Make) -> None:
     )
 
 
-class Holding(Fifo):
+class Holding(Continuous):
     """Starts nobody in the second and third step."""
 
     name = "holding"
     steps = 0
 
-    def order(self, running: Sequence[Request], waiting: Sequence[Request]) -> Iterable[Request]:
+    def order(self, situation: Situation) -> Iterable[Request]:
         self.steps += 1
-        return [*running, *(waiting if self.steps != 2 and self.steps != 3 else [])]
+        return [*situation.running, *(situation.waiting if self.steps not in (2, 3) else [])]
 
 
 def test_held_back_by_the_policy(make: Make) -> None:
@@ -169,9 +170,9 @@ def test_a_slow_forward(make: Make) -> None:
 
 
 def test_left_out_of_steps(make: Make) -> None:
-    class Others(Fifo):
-        def order(self, running: Sequence[Request], waiting: Sequence[Request]) -> Iterable[Request]:
-            return sorted([*running, *waiting], key=lambda r: r.request_id == "r")
+    class Others(Continuous):
+        def order(self, situation: Situation) -> Iterable[Request]:
+            return sorted([*situation.running, *situation.waiting], key=lambda r: r.request_id == "r")
 
     c = make(policy=Others(), max_batch_tokens=1)
     r = c.submit("r", [1], 8)
