@@ -21,6 +21,7 @@ from hf_cb.manager.handle import Handle
 from hf_cb.manager.loop import EngineLoop
 from hf_cb.manager.mailbox import Mailbox
 from hf_cb.manager.openmp import release_idle_workers
+from hf_cb.manager.recording import Recordable, recording
 from hf_cb.manager.registry import Registry
 from hf_cb.manager.router import Router
 from hf_cb.manager.submission import make_requests
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-class ContinuousBatchingManager(TransformersCalls):
+class ContinuousBatchingManager(TransformersCalls, Recordable):
     """Generates for requests that come and go; made by `init_continuous_batching` and its like, not by hand.
 
     Args:
@@ -171,7 +172,7 @@ class ContinuousBatchingManager(TransformersCalls):
     ) -> None:
         self.loop.refuse_if_stopped()
         release_idle_workers()  # whoever submits is about to wait
-        with self.registry.entering(requests, bounded, queue_wait):
+        with recording(self.recorder, requests), self.registry.entering(requests, bounded, queue_wait):
             for request in requests:
                 self.router.attach(request, mailbox, streaming)
             try:
@@ -291,5 +292,7 @@ class ContinuousBatchingManager(TransformersCalls):
         self.registry.leave(updates, everybody=error is not None)
         self.metrics.count(updates, died=error is not None)
         self.router.deliver(updates, error)
+        if self.recorder is not None:
+            self.recorder.ended(updates)
         if error is not None:
             self.router.queue.close()
