@@ -291,8 +291,8 @@ class ContinuousBatchingManager(TransformersCalls, Recordable):
                 update.request.status = Status.FINISHED
         self.registry.leave(updates, everybody=error is not None)
         self.metrics.count(updates, died=error is not None)
-        self.router.deliver(updates, error)
         if self.recorder is not None:
             self.recorder.ended(updates)
+        self.router.deliver(updates, error)
         if error is not None:
             self.router.queue.close()

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from hf_cb.bench.replay.intervals import Interval, draw_requests, interval, percentiles, positive_interval
+from hf_cb.bench.replay.intervals import Interval, draw_requests, interval, joint_intervals, percentiles
 from hf_cb.bench.replay.slo import Slo
 from hf_cb.bench.replay.turn import OUTCOMES, Outcome, Served, Turn
 
@@ -91,8 +91,7 @@ def describe(turns: Sequence[Turn], slo: Slo | None = None, confidence: float = 
         found = np.stack([_percentiles(t, name, counts, PERCENTS, [r.done for r in t.requests]) for t in turns])
         # how far a maximum can be trusted, no bootstrap tells
         latency[name] = {
-            label: positive_interval(found[:, :, i], confidence, requests_too=label != "max")
-            for i, label in enumerate(NAMES)
+            label: interval(found[:, :, i], confidence, requests_too=label != "max") for i, label in enumerate(NAMES)
         }
         values = [v for t in turns for r in t.requests if r.done for v in values_of(r, name)]
         mean[name] = float(np.mean(values)) if values else float("nan")
@@ -101,8 +100,8 @@ def describe(turns: Sequence[Turn], slo: Slo | None = None, confidence: float = 
         latency,
         mean,
         n,
-        positive_interval(np.array([[t.tokens / t.seconds] for t in turns]), confidence, requests_too=False),
-        None if slo is None else positive_interval(np.stack([_goodput(t, slo, counts) for t in turns]), confidence),
+        interval(np.array([[t.tokens / t.seconds] for t in turns]), confidence, requests_too=False),
+        None if slo is None else interval(np.stack([_goodput(t, slo, counts) for t in turns]), confidence),
         None if slo is None else float(np.mean([slo.met_by(r) for t in turns for r in t.requests])),
         {outcome: sum(t.count(outcome) for t in turns) for outcome in OUTCOMES},
         sum(r.preemptions for t in turns for r in t.requests),
@@ -117,7 +116,7 @@ def describe(turns: Sequence[Turn], slo: Slo | None = None, confidence: float = 
 def compare(
     a: Sequence[Turn], b: Sequence[Turn], slo: Slo | None = None, confidence: float = CONFIDENCE
 ) -> list[Difference]:
-    """Two settings' turns on the same requests, row by row; `confidence` is of all rows together (Bonferroni).
+    """Two settings' turns on the same requests, row by row; `confidence` is of all rows together.
 
     Latencies are paired: of the requests that both served in all rounds, with the same draws for both. Rounds are
     paired too, so what slowed one down for both does not count.
@@ -129,16 +128,21 @@ def compare(
     rows: dict[str, Callable[[Turn], np.ndarray]] = {name: _row(name, counts, both) for name in ROWS}
     if slo is not None:
         rows["goodput"] = lambda turn: _goodput(turn, slo, counts)
-    found = []
+    sides, ratios = [], []
     for name, figure in rows.items():
         of_a, of_b = (np.stack([figure(t) for t in side[:rounds]]) for side in (a, b))
-        if not (np.nanmin(of_a, initial=np.inf) > 0 and np.nanmin(of_b, initial=np.inf) > 0):
+        whole = np.stack([of_a[:, 0], of_b[:, 0]])
+        if not (np.isfinite(whole).all() and min(np.nanmin(of_a), np.nanmin(of_b)) > 0):
             continue  # nothing was served, or nothing as promised
-        ratio = interval(np.log(of_b / of_a), 1 - (1 - confidence) / len(rows), requests_too=name != "throughput")
-        bounds = (None if v is None else math.expm1(v) for v in (ratio.low, ratio.high))
-        change = Interval(math.expm1(ratio.value), *bounds)
-        found.append(Difference(name, float(of_a[:, 0].mean()), float(of_b[:, 0].mean()), change))
-    return found
+        sides.append((name, float(of_a[:, 0].mean()), float(of_b[:, 0].mean())))
+        ratios.append(np.log(of_b / of_a)[:, : 1 if name == "throughput" else None])
+    changes = joint_intervals(ratios, confidence) if ratios else []
+    return [Difference(*side, _as_share(change)) for side, change in zip(sides, changes, strict=True)]
+
+
+def _as_share(log_ratio: Interval) -> Interval:
+    low, high = (None if bound is None else math.expm1(bound) for bound in (log_ratio.low, log_ratio.high))
+    return Interval(math.expm1(log_ratio.value), low, high)
 
 
 def _row(name: str, counts: np.ndarray, which: Sequence[bool]) -> Callable[[Turn], np.ndarray]:
@@ -172,7 +176,8 @@ def _warnings(figures: Figures) -> list[str]:
         p99, mean = figures.latency[name]["p99"].value, figures.mean[name]
         if figures.n[name] >= FEW and mean > 0 and p99 > TAIL * mean:
             found.append(
-                f"the mean {name} of {mean:.3g} s hides a tail: 1 in 100 takes {p99:.3g} s, {p99 / mean:.0f} times that"
+                f"the mean {name} of {mean * 1e3:.3g} ms hides a tail: 1 in 100 takes {p99 * 1e3:.3g} ms, "
+                f"{p99 / mean:.0f} times that"
             )
     lost = {outcome: n for outcome, n in figures.counts.items() if outcome != "done" and n}
     if lost:

@@ -65,37 +65,55 @@ def percentiles(
     return found
 
 
-def positive_interval(by_round: np.ndarray, confidence: float, requests_too: bool = True) -> Interval:
-    """`interval` of what cannot be negative: on a logarithmic scale, if it is never 0 either."""
-    if not np.nanmin(by_round, initial=np.inf) > 0:
-        return interval(by_round, confidence, requests_too)
-    found = interval(np.log(by_round), confidence, requests_too)
-    value = float(np.mean(by_round[:, 0]))
-    if found.low is None or found.high is None:
-        return Interval(value)
-    return Interval(value, min(value, math.exp(found.low)), max(value, math.exp(found.high)))
-
-
-def interval(by_round: np.ndarray, confidence: float, requests_too: bool = True, seed: int = 0) -> Interval:
-    """The mean over rounds with its bounds.
+def interval(by_round: np.ndarray, confidence: float, requests_too: bool = True) -> Interval:
+    """The mean over rounds with its bounds; on a logarithmic scale if the figure is never 0.
 
     Args:
         by_round: `[rounds, 1 + draws]`, a figure in each round for each draw of requests, the first being all of them.
         requests_too: False: only the rounds tell how far it can be trusted; without a second round nothing does.
     """
-    rounds, value = len(by_round), float(np.mean(by_round[:, 0]))
-    if not np.isfinite(value) or (rounds < 2 and not requests_too):
+    value = float(np.mean(by_round[:, 0]))
+    rows = by_round if requests_too else by_round[:, :1]
+    if not np.nanmin(rows, initial=np.inf) > 0:
+        return joint_intervals([rows], confidence)[0]
+    (found,) = joint_intervals([np.log(rows)], confidence)
+    if found.low is None or found.high is None:
         return Interval(value)
-    drawn = np.zeros(1)
-    if requests_too:
+    return Interval(value, min(value, math.exp(found.low)), max(value, math.exp(found.high)))
+
+
+def joint_intervals(figures: Sequence[np.ndarray], confidence: float, seed: int = 0) -> list[Interval]:
+    """The means over rounds of several figures, with bounds that hold for all of them at once.
+
+    Figures go up and down together, so the bounds are widened no more than they need to be (max-t: Hothorn, Bretz and
+    Westfall, 2008): the errors of all figures are drawn together.
+
+    Args:
+        figures: each `[rounds, 1 + draws]`, or `[rounds, 1]` if only the rounds tell how far it can be trusted.
+    """
+    values = [float(np.mean(by_round[:, 0])) for by_round in figures]
+    rounds, n = len(figures[0]), DRAWS * TILES
+    random = np.random.default_rng(seed)
+    normal, chi2 = random.standard_normal((n, rounds)), random.chisquare(max(1, rounds - 1), n)
+    scaled = normal * (max(1, rounds - 1) / chi2 / (rounds * max(1, rounds - 1)))[:, None] ** 0.5
+    tail = (1 - confidence) / 2
+    bounds: list[tuple[float, float] | None] = []
+    widest = np.zeros(n)
+    for by_round, value in zip(figures, values, strict=True):
         means = by_round[:, 1:].mean(axis=0)
         drawn = means[np.isfinite(means)] - value
-        if not len(drawn):
-            return Interval(value)
-    errors = np.tile(drawn, -(-DRAWS * TILES // len(drawn)))
-    if rounds > 1:
-        spread = float(np.std(by_round[:, 0], ddof=1)) / rounds**0.5
-        errors = errors + spread * np.random.default_rng(seed).standard_t(rounds - 1, len(errors))
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(errors, [tail, 1 - tail])
-    return Interval(value, value + min(0.0, float(low)), value + max(0.0, float(high)))
+        if not np.isfinite(value) or (rounds < 2 and not len(drawn)):
+            bounds.append(None)
+            continue
+        errors = scaled @ (by_round[:, 0] - value)  # Student's t with the spread of the rounds, shared by all figures
+        if len(drawn):
+            errors += np.resize(drawn, n)
+        low, high = np.quantile(errors, [tail, 1 - tail])
+        bounds.append((min(0.0, float(low)), max(0.0, float(high))))
+        side = np.where(errors < 0, low, high)
+        widest = np.maximum(widest, np.divide(errors, side, out=np.zeros(n), where=side != 0))
+    factor = max(1.0, float(np.quantile(widest, confidence)))
+    return [
+        Interval(value) if bound is None else Interval(value, value + factor * bound[0], value + factor * bound[1])
+        for value, bound in zip(values, bounds, strict=True)
+    ]

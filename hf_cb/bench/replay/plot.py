@@ -21,6 +21,7 @@ SHOWN = {
 def draw(summary: Mapping[str, Any], path: Path) -> None:
     """Draws `summarize`'s dict into a file; its suffix says in which format."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     turns = [Turn.from_dict(saved) for saved in summary["turns"]]
     names = list(summary["settings"])
@@ -33,6 +34,9 @@ def draw(summary: Mapping[str, Any], path: Path) -> None:
             if values:
                 axes.ecdf(np.array(values) * factor, label=name)
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_title(title)
         axes.grid(alpha=0.3)
         if column == 0:

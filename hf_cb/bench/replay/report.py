@@ -58,9 +58,10 @@ def _setting(name: str, found: Mapping[str, Any], slo: Mapping[str, Any] | None)
 
 def _difference(found: Mapping[str, Any], confidence: float) -> list[str]:
     a, b = found["a"], found["b"]
+    wide = 2 + max(12, *(len(_short(name)) for name in (a, b)))
     lines = [
         f"{b} against {a}, the same requests ({confidence:.0%} for all rows together)",
-        f"  {'':<12}{_short(a):>14}{_short(b):>14}{'change':>9}{'interval':>22}",
+        f"  {'':<12}{_short(a):>{wide}}{_short(b):>{wide}}{'change':>9}{'interval':>22}",
     ]
     for row in found["rows"]:
         factor, digits, unit = RATES.get(row["name"]) or _unit(max(row["a"], row["b"]))
@@ -68,7 +69,8 @@ def _difference(found: Mapping[str, Any], confidence: float) -> list[str]:
         bounds = "-" if low is None else f"{low:+.1%} .. {'>' * (high > MOST)}{min(high, MOST):+.1%}"
         values = [f"{row[side] * factor:.{digits}f} {unit}" for side in ("a", "b")]
         lines.append(
-            f"  {LABELS[row['name']]:<12}{values[0]:>14}{values[1]:>14}{change:>+9.1%}{bounds:>22}  {row['verdict']}"
+            f"  {LABELS[row['name']]:<12}{values[0]:>{wide}}{values[1]:>{wide}}{change:>+9.1%}{bounds:>22}  "
+            f"{row['verdict']}"
         )
     return [*lines, f"  {found['verdict']}"]
 
@@ -92,4 +94,4 @@ def _unit(seconds: float | None) -> tuple[float, int, str]:
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= 13 else name[:12] + "\N{HORIZONTAL ELLIPSIS}"
+    return name if len(name) <= 24 else name[:23] + "\N{HORIZONTAL ELLIPSIS}"

@@ -95,8 +95,9 @@ def joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[dict[st
     """
     for key, what in FIXED.items():
         a, b = first[key], second[key]
-        if a != b:
-            differ = [f"{name} {a.get(name)!r} and {b.get(name)!r}" for name in a if a.get(name) != b.get(name)]
+        names = ["fingerprint"] if key == "trace" else sorted({*a, *b})
+        differ = [f"{name} {a.get(name)!r} and {b.get(name)!r}" for name in names if a.get(name) != b.get(name)]
+        if differ:
             raise OptionError(f"These results cannot be compared, since {what} is not the same: {', '.join(differ)}.")
     names = [*first["settings"], *second["settings"]]
     twice = len(set(names)) < len(names)
