@@ -48,6 +48,7 @@ class Recorder:
         self._kept: list[Arrival] = []
         self._salt = secrets.token_bytes(16)
         self._numbers: dict[bytes, int] = {}
+        self._users: dict[str, int] = {}
         self.stopped = False
         self._file: TextIO | None
         self._ours = isinstance(file, (str, os.PathLike))
@@ -132,6 +133,8 @@ class Recorder:
         options: dict[str, Any] = {}
         if request.priority:
             options["priority"] = request.priority
+        if (user := getattr(request, "user", None)) is not None:
+            options["user"] = f"user{self._users.setdefault(user, len(self._users))}"
         if request.deadline is not None:
             options["deadline"] = round(request.deadline - request.created, 6)
         if request.params.do_sample:

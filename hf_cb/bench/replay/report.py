@@ -42,16 +42,16 @@ def _setting(name: str, found: Mapping[str, Any], slo: Mapping[str, Any] | None)
     given = "" if found["given"] == name else f"  ({found['given']})"
     lines = [
         f"{name}{given}",
-        f"  {_cell(found['throughput'], 1, 1)} tok/s; {counts['done']} requests served{', ' + rest if rest else ''}; "
+        f"  {cell(found['throughput'], 1, 1)} tok/s; {counts['done']} requests served{', ' + rest if rest else ''}; "
         f"{found['preemptions']} preemptions, {found['cached_tokens']} prompt tokens from the cache",
     ]
     if slo is not None:
-        lines.append(f"  {found['kept']:.1%} had {slo['words']}; goodput {_cell(found['goodput'], 1, 2)} requests/s")
+        lines.append(f"  {found['kept']:.1%} had {slo['words']}; goodput {cell(found['goodput'], 1, 2)} requests/s")
     lines.append(f"  {'':<11}{'n':>6}{'mean':>9}" + "".join(f"{label:>{WIDTH}}" for label in NAMES))
     for key, row in found["latency"].items():
-        factor, digits, unit = _unit(row["p95"][0])
+        factor, digits, unit = unit_for(row["p95"][0])
         mean = "-" if row["mean"] is None else f"{row['mean'] * factor:.{digits}f}"
-        cells = "".join(f"{_cell(row[label], factor, digits):>{WIDTH}}" for label in NAMES)
+        cells = "".join(f"{cell(row[label], factor, digits):>{WIDTH}}" for label in NAMES)
         lines.append(f"  {HEADS[key] + ' ' + unit:<11}{row['n']:>6}{mean:>9}{cells}")
     return lines + [f"  WARNING {warning}" for warning in found["warnings"]]
 
@@ -64,7 +64,7 @@ def _difference(found: Mapping[str, Any], confidence: float) -> list[str]:
         f"  {'':<12}{_short(a):>{wide}}{_short(b):>{wide}}{'change':>9}{'interval':>22}",
     ]
     for row in found["rows"]:
-        factor, digits, unit = RATES.get(row["name"]) or _unit(max(row["a"], row["b"]))
+        factor, digits, unit = RATES.get(row["name"]) or unit_for(max(row["a"], row["b"]))
         change, low, high = row["change"]
         bounds = "-" if low is None else f"{low:+.1%} .. {'>' * (high > MOST)}{min(high, MOST):+.1%}"
         values = [f"{row[side] * factor:.{digits}f} {unit}" for side in ("a", "b")]
@@ -80,7 +80,8 @@ def _recommendation(found: Mapping[str, Any]) -> list[str]:
     return [head, *(f"  {line}" for line in found["evidence"])]
 
 
-def _cell(interval: Sequence[float | None], factor: float, digits: int) -> str:
+def cell(interval: Sequence[float | None], factor: float, digits: int) -> str:
+    """A figure and its bounds."""
     value, low, high = interval
     if value is None:
         return "-"
@@ -88,7 +89,7 @@ def _cell(interval: Sequence[float | None], factor: float, digits: int) -> str:
     return shown if low is None or high is None else f"{shown} [{low * factor:.{digits}f}, {high * factor:.{digits}f}]"
 
 
-def _unit(seconds: float | None) -> tuple[float, int, str]:
+def unit_for(seconds: float | None) -> tuple[float, int, str]:
     """Factor, digits and name of the unit for times like this one."""
     return (1e3, 1, "ms") if seconds is None or seconds < 1 else (1.0, 2, "s")
 
