@@ -33,7 +33,7 @@ POLICIES = {"continuous": "policy=continuous", "static": "policy=static:8", "dyn
 LOADS = {"low": 0.15, "medium": 0.5, "high": 0.9}  # of the requests a second that continuous batching can do
 PROMPTS, OUTPUTS = Lengths.parse("lognormal:128:0.8"), Lengths.parse("uniform:16:128")
 CHUNKS = (32, 64, 128, 256, 512)
-RUNNING, NEWCOMERS, GAP = 4, 6, 1.2  # answers that run, prompts that come meanwhile, seconds between these
+RUNNING, NEWCOMERS, GAP = 4, 6, 1.0  # answers that run, prompts that come meanwhile, seconds between these
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +80,7 @@ def policies(args: argparse.Namespace, model: Any, load: str, share: float) -> N
 def prefill_chunk(args: argparse.Namespace, model: Any) -> None:
     """How long newcomers' prompts hold up running answers, and what keeping them short costs the newcomers."""
     length = model_length(model)
-    arrivals = [Arrival(0.0, min(64, length // 4), min(360, length // 2)) for _ in range(RUNNING)]
+    arrivals = [Arrival(0.0, min(64, length // 4), min(600, length // 2)) for _ in range(RUNNING)]
     arrivals += [Arrival(0.5 + GAP * i * args.seconds / 12, min(1000, length // 2), 8) for i in range(NEWCOMERS)]
     settings = [Setting(str(chunk), {"prefill_chunk": chunk}) for chunk in CHUNKS]
     summary = _measure(args, model, shape(Trace("newcomers", tuple(arrivals)), max_len=length), settings)
@@ -180,7 +180,7 @@ def _write(args: argparse.Namespace, name: str, title: str, summary: Mapping[str
         "",
         f"{summary['date']}, {machine['gpu'] or machine['cpu']}, {machine['cores']} cores, {machine['torch_threads']} "
         f"threads, torch {versions['torch']}, transformers {versions['transformers']}; {model['class']} with "
-        f"{model['parameters'] / 1e6:.0f} million parameters in {model['dtype']}; {summary['rounds']} rounds, 95 % "
+        f"{model['parameters'] / 1e6:.0f} million parameters in {model['dtype']}; rounds: {summary['rounds']}, 95 % "
         f"intervals in brackets. `python docs/make_studies.py {name}`",
         "",
         *text,
