@@ -64,7 +64,11 @@ def test_a_slower_setting_is_found_and_by_how_much():
     low, high = rows["ttft_p50"].faster_by
     assert 0.3 < low < 1.0 < high, "100 % faster, within its interval"
     assert rows["throughput"].change.value == pytest.approx(-0.5, abs=0.1)
-    assert row_verdict(rows["e2e_p50"], "A", "B").startswith("A is faster, by ")
+    assert row_verdict(rows["e2e_p50"], "A", "B").startswith("A is faster, 1.")
+    slightly = compare(a, make_turns("BB", 1, slower=1.3, drift=0.01))
+    assert all(
+        row_verdict(r, "A", "B").startswith(("A is faster, by ", "A does more, by ")) for r in slightly if r.better
+    )
     assert overall(list(rows.values()), "A", "B").startswith("A is better in TTFT p50")
     swapped = {row.name: row for row in compare(b, a)}
     assert all(row.better == "b" for row in swapped.values())

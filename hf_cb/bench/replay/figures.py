@@ -128,13 +128,15 @@ def compare(
     rows: dict[str, Callable[[Turn], np.ndarray]] = {name: _row(name, counts, both) for name in ROWS}
     if slo is not None:
         rows["goodput"] = lambda turn: _goodput(turn, slo, counts)
-    sides, ratios = [], []
+    sides: list[tuple[str, float, float]] = []
+    ratios: list[np.ndarray] = []
     for name, figure in rows.items():
         of_a, of_b = (np.stack([figure(t) for t in side[:rounds]]) for side in (a, b))
         whole = np.stack([of_a[:, 0], of_b[:, 0]])
         if not (np.isfinite(whole).all() and min(np.nanmin(of_a), np.nanmin(of_b)) > 0):
             continue  # nothing was served, or nothing as promised
-        sides.append((name, float(of_a[:, 0].mean()), float(of_b[:, 0].mean())))
+        a_mean, b_mean = np.exp(np.log(whole).mean(axis=1)).tolist()
+        sides.append((name, a_mean, b_mean))
         ratios.append(np.log(of_b / of_a)[:, : 1 if name == "throughput" else None])
     changes = joint_intervals(ratios, confidence) if ratios else []
     return [Difference(*side, _as_share(change)) for side, change in zip(sides, changes, strict=True)]

@@ -66,20 +66,19 @@ def percentiles(
 
 
 def interval(by_round: np.ndarray, confidence: float, requests_too: bool = True) -> Interval:
-    """The mean over rounds with its bounds; on a logarithmic scale if the figure is never 0.
+    """The mean over rounds with its bounds; all of it on a logarithmic scale if the figure is never 0, so that the
+    ratio of two such means is the mean of the ratios.
 
     Args:
         by_round: `[rounds, 1 + draws]`, a figure in each round for each draw of requests, the first being all of them.
         requests_too: False: only the rounds tell how far it can be trusted; without a second round nothing does.
     """
-    value = float(np.mean(by_round[:, 0]))
     rows = by_round if requests_too else by_round[:, :1]
     if not np.nanmin(rows, initial=np.inf) > 0:
         return joint_intervals([rows], confidence)[0]
     (found,) = joint_intervals([np.log(rows)], confidence)
-    if found.low is None or found.high is None:
-        return Interval(value)
-    return Interval(value, min(value, math.exp(found.low)), max(value, math.exp(found.high)))
+    low, high = (None if bound is None else math.exp(bound) for bound in (found.low, found.high))
+    return Interval(math.exp(found.value), low, high)
 
 
 def joint_intervals(figures: Sequence[np.ndarray], confidence: float, seed: int = 0) -> list[Interval]:

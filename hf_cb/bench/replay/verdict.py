@@ -29,7 +29,7 @@ class Recommendation:
 
 
 def row_verdict(row: Difference, a: str, b: str) -> str:
-    """ "A is faster by 5..9 %" or that there is no difference to be seen."""
+    """ "A is faster, by 5..9 %" or that there is no difference to be seen."""
     by = row.faster_by
     if row.change.low is None:
         return "one round does not tell"
@@ -37,6 +37,8 @@ def row_verdict(row: Difference, a: str, b: str) -> str:
         return NONE
     name = {"a": a, "b": b}[row.better or "a"]
     word = {"throughput": "does more", "goodput": "does more"}.get(row.name, "is faster")
+    if by[1] >= 1:
+        return f"{name} {word}, {1 + by[0]:.2g} to {1 + by[1]:.2g} times"
     return f"{name} {word}, by {_percent(by[0])}..{_percent(by[1])} %"
 
 
