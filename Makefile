@@ -1,4 +1,5 @@
-# make demo | chat | test | sanitize | lint | docs | bench | sweep | studies | soak | clean. The first of them sets up $(VENV).
+# make demo | chat | test | sanitize | lint | docs | bench | sweep | studies | soak | clean.
+# The first of them sets up $(VENV).
 #
 #   PYTHON       the Python to make the environment with (3.11 or newer)
 #   VENV         where it lies

@@ -159,7 +159,7 @@ def _draw_trade_off(summary: Mapping[str, Any], rows: Mapping[str, list[Interval
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for column, label in ((1, "p95 of the gaps"), (3, "longest gap")):
+    for column, label in ((2, "p99 of the gaps"), (3, "longest gap")):
         x = [row[4].value for row in rows.values()]
         y = [1e3 * row[column].value for row in rows.values()]
         axes.plot(x, y, "o-", label=label)
