@@ -75,11 +75,16 @@ def test_a_slower_setting_is_found_and_by_how_much():
     assert swapped["ttft_p50"].faster_by == pytest.approx((low, high), rel=0.1)
 
 
-def test_one_round_gives_no_verdict_on_throughput():
-    a, b = make_turns("A", 1, rounds=1), make_turns("BB", 1, rounds=1)
-    (row,) = (r for r in compare(a, b) if r.name == "throughput")
-    assert row.better is None and row.change.low is None
-    assert row_verdict(row, "A", "B") == "one round does not tell"
+def test_one_round_gives_no_verdict():
+    turns = {"A": make_turns("A", 1, rounds=1), "B": make_turns("BB", 1, 9.0, rounds=1)}
+    rows = compare(turns["A"], turns["B"])
+    assert len(rows) == 5 and all(row.better is None and row.change.low is None for row in rows)
+    assert rows[0].change.value > 5, "what was seen is told all the same"
+    assert row_verdict(rows[0], "A", "B") == "one round does not tell"
+    assert overall(rows, "A", "B").startswith("one round does not tell")
+    for slo in (None, Slo.parse("ttft=99s")):
+        found = recommended(turns, slo)
+        assert found.setting is None and "one round does not tell" in found.evidence[-1]
 
 
 def test_only_requests_that_both_served_are_compared():

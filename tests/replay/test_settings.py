@@ -1,6 +1,7 @@
 """Settings from the command line, and what must not differ between them."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -77,9 +78,6 @@ def test_wrong_options_are_named_with_their_setting():
 def test_settings_are_shown_as_they_were_given():
     assert str(Setting("A")) == "defaults"
     assert str(Setting("A", parse_options("overlap=true,kv_budget=none"))) == "overlap=true,kv_budget=none"
-
-    class Odd:
-        def __repr__(self):
-            return "Odd()"
-
-    assert as_json(EngineConfig(policy=Odd()))["policy"] == "Odd()"
+    config = EngineConfig()
+    config.policy = Path("somebody's own")
+    assert as_json(config)["policy"] == repr(config.policy)

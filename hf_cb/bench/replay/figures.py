@@ -119,7 +119,7 @@ def compare(
     """Two settings' turns on the same requests, row by row; `confidence` is of all rows together.
 
     Latencies are paired: of the requests that both served in all rounds, with the same draws for both. Rounds are
-    paired too, so what slowed one down for both does not count.
+    paired too, so what slowed one down for both does not count. One round alone gives no bounds.
     """
     rounds = min(len(a), len(b))
     turns = [*a[:rounds], *b[:rounds]]
@@ -138,6 +138,8 @@ def compare(
         a_mean, b_mean = np.exp(np.log(whole).mean(axis=1)).tolist()
         sides.append((name, a_mean, b_mean))
         ratios.append(np.log(of_b / of_a)[:, : 1 if name == "throughput" else None])
+    if rounds < 2:  # nothing tells what of it is the machine's doing
+        ratios = [ratio[:, :1] for ratio in ratios]
     changes = joint_intervals(ratios, confidence) if ratios else []
     return [Difference(*side, _as_share(change)) for side, change in zip(sides, changes, strict=True)]
 

@@ -26,7 +26,7 @@ def table(summary: Mapping[str, Any]) -> str:
         lines.append(f"{trace['clipped']} of the requests were shortened by --max-len")
     lines += summary.get("notes", [])
     if rounds == 1:
-        lines.append("one round: intervals tell of other requests, and nothing of the machine; use --repeat 4")
+        lines.append("one round: intervals tell of other requests, and nothing of the machine; use --repeat")
     for name, found in settings.items():
         lines += ["", *_setting(name, found, summary["slo"])]
     for difference in summary["differences"]:

@@ -49,7 +49,7 @@ def overall(rows: Sequence[Difference], a: str, b: str) -> str:
     better = {name: [LABELS[r.name] for r in rows if r.better == side] for side, name in (("a", a), ("b", b))}
     parts = [f"{name} is better in {', '.join(labels)}" for name, labels in better.items() if labels]
     if not parts and any(r.change.low is None for r in rows):
-        return "one round does not tell what is left open here: use --repeat"
+        return "one round does not tell: use --repeat"
     return "; ".join(parts) or NONE
 
 
@@ -109,6 +109,8 @@ def recommend(pairs: Pairs, figures: Mapping[str, Figures]) -> Recommendation:
         left = [name for name in left if name not in beaten] or left
     if len(left) == 1:
         return Recommendation(left[0], evidence)
+    if any(len(found) < 2 for found in pairs.turns.values()):
+        return Recommendation(None, [*evidence, "between these, one round does not tell: use --repeat"])
     return Recommendation(None, [*evidence, f"between {', '.join(left)} there is {NONE}"])
 
 
@@ -119,6 +121,8 @@ def _best_of_all(pairs: Pairs, names: Sequence[str]) -> Recommendation:
         if all(gains[a, b] for b in others) and not any(gains[b, a] for b in others):
             return Recommendation(a, [words for b in others for _, words in gains[a, b]])
     evidence = [words for found in gains.values() for _, words in found]
+    if any(len(found) < 2 for found in pairs.turns.values()):
+        return Recommendation(None, ["one round does not tell: use --repeat"])
     if not evidence:
         return Recommendation(None, [f"there is {NONE} between any two"])
     return Recommendation(None, [*evidence, "none is best in everything: say with --slo what has to be kept"])
