@@ -1,4 +1,5 @@
-# make demo | chat | test | sanitize | lint | docs | bench | sweep | soak | clean. The first of them sets up $(VENV).
+# make demo | chat | test | sanitize | lint | docs | bench | sweep | studies | soak | clean.
+# The first of them sets up $(VENV).
 #
 #   PYTHON       the Python to make the environment with (3.11 or newer)
 #   VENV         where it lies
@@ -20,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 $(shell $(PY) -c '' 2>/dev/null && grep -qxF '$(CURDIR)' $(STAMP) 2>/dev/null || rm -f $(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chat test sanitize lint docs bench sweep soak clean
+.PHONY: help setup demo chat test sanitize lint docs bench sweep studies soak clean
 
 help:
 	@echo "make demo      answer 20 questions at once with a small model, and compare with generate()"
@@ -31,6 +32,7 @@ help:
 	@echo "make lint      ruff and mypy"
 	@echo "make bench     measure the speed"
 	@echo "make sweep     compare with generate() on every architecture; writes docs/models.md"
+	@echo "make studies   policies and prefill chunks under real arrivals; writes docs/studies (12 quiet minutes)"
 	@echo "make soak      10,000 requests from threads and event loops, with faults"
 	@echo "make clean     remove caches and build outputs (the environment stays: rm -r $(VENV))"
 
@@ -99,6 +101,9 @@ bench: $(STAMP)
 
 sweep: $(STAMP)
 	@OMP_NUM_THREADS=1 $(PY) -m hf_cb.bench.sweep --page docs/models.md $(ARGS)
+
+studies: $(STAMP)
+	@$(PY) docs/make_studies.py $(ARGS)
 
 soak: $(STAMP)
 	@OMP_NUM_THREADS=1 $(PY) tests/soak.py $(ARGS)

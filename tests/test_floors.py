@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the ground up. A room imports from the floors below it and from itself.
 FLOORS = (
-    {"kernels", "core", "steps", "config", "sizes", "errors", "html", "seeds", "warpers", "policies"},
+    {"kernels", "arrivals", "core", "steps", "config", "sizes", "errors", "html", "seeds", "warpers", "policies"},
     {"attention", "modules", "text", "metrics"},
     {"models"},
     {"engine"},

@@ -10,13 +10,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hf_cb.cli import bench, chat, doctor, generate, plan, simulate, trace, transformers_cli
+from hf_cb.cli import bench, chat, doctor, generate, plan, replay, simulate, trace, transformers_cli
 from hf_cb.errors import HfCbError
 
 COMMANDS = {
     "generate": generate,
     "chat": chat,
     "bench": bench,
+    "replay": replay,
     "trace": trace,
     "plan": plan,
     "simulate": simulate,

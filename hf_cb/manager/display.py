@@ -15,7 +15,7 @@ from hf_cb.html import card, side_by_side
 from hf_cb.metrics.panel import panel
 
 if TYPE_CHECKING:
-    from hf_cb.manager.manager import ContinuousBatchingManager
+    from hf_cb.manager.showing import Showing
 
 REFRESH_S = 0.1  # a notebook's page takes no more
 PANEL_S = 0.5
@@ -52,7 +52,7 @@ def _cards(shown: dict[str, tuple[str, str, bool]], texts: dict[str, str]) -> st
 class EngineDisplay:
     """A panel in a notebook that follows a manager until that ends, or `stop()`. Holds no manager alive."""
 
-    def __init__(self, manager: ContinuousBatchingManager) -> None:
+    def __init__(self, manager: Showing) -> None:
         self._manager = weakref.ref(manager)
         self._over = threading.Event()
         self._update = _in_place()
@@ -72,12 +72,12 @@ class EngineDisplay:
             if manager is None:
                 return
             self._update(_panel_of(manager))
-            if not manager.is_running():
+            if not manager.loop.is_running:
                 return
             del manager  # not held while we wait
 
 
-def _panel_of(manager: ContinuousBatchingManager) -> str:
+def _panel_of(manager: Showing) -> str:
     return panel(manager.stats(), manager.trace(), manager.loop.fatal_error)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,33 +10,31 @@ import torch
 
 from hf_cb.attention import interception
 from hf_cb.config import EngineConfig
-from hf_cb.core import GenerationOutput, Request, Status, Update
+from hf_cb.core import Request, Status, Update
 from hf_cb.engine.limits import check_ids
 from hf_cb.manager import kept
 from hf_cb.manager.build import build_engine
 from hf_cb.manager.compat import TransformersCalls
-from hf_cb.manager.display import EngineDisplay
 from hf_cb.manager.handle import Handle
 from hf_cb.manager.loop import EngineLoop
 from hf_cb.manager.mailbox import Mailbox
 from hf_cb.manager.openmp import release_idle_workers
+from hf_cb.manager.recording import Recordable, recording
 from hf_cb.manager.registry import Registry
 from hf_cb.manager.router import Router
+from hf_cb.manager.showing import Showing
 from hf_cb.manager.submission import make_requests
 from hf_cb.metrics.counts import Metrics
-from hf_cb.metrics.stats import ManagerStats
-from hf_cb.metrics.why import why
 from hf_cb.models.generation import Recipe, make_recipe
 from hf_cb.models.plan import Need
 from hf_cb.seeds import seed_sequence
-from hf_cb.steps import StepRecord
 from hf_cb.text.prompts import encode_prompt
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-class ContinuousBatchingManager(TransformersCalls):
+class ContinuousBatchingManager(Showing, TransformersCalls, Recordable):
     """Generates for requests that come and go; made by `init_continuous_batching` and its like, not by hand.
 
     Args:
@@ -174,7 +171,7 @@ class ContinuousBatchingManager(TransformersCalls):
     ) -> None:
         self.loop.refuse_if_stopped()
         release_idle_workers()  # whoever submits is about to wait
-        with self.registry.entering(requests, bounded, queue_wait):
+        with recording(self.recorder, requests), self.registry.entering(requests, bounded, queue_wait):
             for request in requests:
                 self.router.attach(request, mailbox, streaming)
             try:
@@ -229,42 +226,6 @@ class ContinuousBatchingManager(TransformersCalls):
         else:
             self.engine.weights_written()
 
-    def stats(self) -> ManagerStats:
-        """A snapshot; taken without stopping the thread, so its figures may be one step apart."""
-        pool, running = self.engine.kv.pool, len(self.engine.scheduler.running)
-        return ManagerStats(
-            running=running,
-            waiting=max(0, len(self.registry) - running),
-            finished=self.registry.finished,
-            blocks_held=pool.num_held,
-            blocks_cached=pool.num_cached,
-            blocks=pool.num_blocks,
-            steps=self.engine.num_steps,
-            tokens=self.registry.tokens,
-            preemptions=self.engine.scheduler.preemptions,
-        )
-
-    def trace(self) -> list[StepRecord]:
-        """The newest StepRecords (`trace_steps` of them), oldest first."""
-        while True:
-            try:
-                return list(self.engine.records)
-            except RuntimeError:  # a collection of garbage in the middle let a step's end in
-                continue
-
-    def _why(self, request: Request, output: GenerationOutput | None) -> str:
-        ended = output.lifespan[1] if output is not None else time.perf_counter()
-        error = output.exception if output is not None else None
-        return why(request, self.trace(), ended, self.engine.scheduler.policy.name, error)
-
-    def display(self) -> EngineDisplay:
-        """Shows the engine in a notebook, updated in place while it runs; `stop()` on what is returned ends that.
-
-        Raises:
-            OptionError: IPython is not installed.
-        """
-        return EngineDisplay(self)
-
     def _post_cancel(self, requests: list[Request]) -> None:
         with self.registry.cancelling(requests) as untold:
             if untold:
@@ -293,6 +254,8 @@ class ContinuousBatchingManager(TransformersCalls):
                 update.request.status = Status.FINISHED
         self.registry.leave(updates, everybody=error is not None)
         self.metrics.count(updates, died=error is not None)
+        if self.recorder is not None:
+            self.recorder.ended(updates)
         self.router.deliver(updates, error)
         if error is not None:
             self.router.queue.close()

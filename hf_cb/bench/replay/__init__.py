@@ -1,0 +1,1 @@
+"""The same arrivals against two settings or more: `hf-cb replay`."""
