@@ -10,12 +10,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hf_cb.cli import bench, chat, doctor, generate, plan, trace, transformers_cli
+from hf_cb.cli import bench, chat, doctor, generate, plan, serve, trace, transformers_cli
 from hf_cb.errors import HfCbError
 
 COMMANDS = {
     "generate": generate,
     "chat": chat,
+    "serve": serve,
     "bench": bench,
     "trace": trace,
     "plan": plan,
