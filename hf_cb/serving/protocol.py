@@ -96,7 +96,7 @@ CHAT: dict[str, Check] = _SHARED | {
     "tool_choice": one_of("none", "auto", reason=_LATER),
     "parallel_tool_calls": flag,
     "response_format": lambda name, value: _text_only(name, value),
-    "modalities": lambda name, value: one_of("text")(f"{name}[0]", value[0]) if value else None,
+    "modalities": one_of(["text"], reason="hf_cb answers in text"),
     "reasoning_effort": text,
     "verbosity": text,
     "safety_identifier": text,
@@ -215,6 +215,8 @@ def read_prompts(name: str, value: Any) -> list[Any]:
         raise bad(name, "must be a string, a list of strings, a list of token ids, or a list of such lists.")
     if isinstance(value[0], int):
         return [token_ids(name, value)]
+    if [] in value:
+        raise bad(name, "must not have an empty list of token ids.")
     kind = text if isinstance(value[0], str) else token_ids
     return [kind(f"{name}[{i}]", v) for i, v in enumerate(value)]
 

@@ -1,0 +1,117 @@
+"""A server on a tiny model, in a thread of the test, and a model that says what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import make_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from hf_cb import ContinuousBatchingManager, EngineConfig
+from hf_cb.serving.limits import ServerConfig
+from hf_cb.serving.server import make_server
+from hf_cb.serving.service import Service
+
+openai = pytest.importorskip("openai", reason="openai is not installed")
+pytest.importorskip("fastapi", reason="fastapi is not installed")
+pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments | tojson }}</tool_call>{% endfor %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{% if enable_thinking %}<think>{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte, three special ones before them, and a chat template that knows tools."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def byte_model(**changes: Any) -> PreTrainedModel:
+    """Greedy unless told otherwise, and deaf to the end-of-sequence token."""
+    model = make_model(vocab_size=259, max_position_embeddings=512, **changes)
+    model.generation_config.eos_token_id = None
+    model.generation_config.do_sample = False
+    return model
+
+
+def saying(tokenizer: Any, text: str) -> Any:
+    """A logits processor that makes a model say the text, and end."""
+    script = iter([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
+
+    def say(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -1e9).index_fill(1, torch.tensor([next(script)]), 0.0)
+
+    return say
+
+
+@dataclass
+class Served:
+    url: str
+    manager: ContinuousBatchingManager
+    service: Service
+    tokenizer: Any
+    loop: asyncio.AbstractEventLoop
+
+    def client(self, key: str = "none", retries: int = 0) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=retries, timeout=30)
+
+    def async_client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def wait_until_idle(self) -> None:
+        """No request is left, and all blocks are free or cached."""
+        end = time.monotonic() + 20
+        while (len(self.manager.registry) or self.service.gate.inside) and time.monotonic() < end:
+            time.sleep(0.01)
+        stats = self.manager.stats()
+        assert (stats.running, stats.waiting, stats.blocks_held, self.service.gate.inside) == (0, 0, 0, 0), stats
+
+
+@contextmanager
+def served(
+    model: PreTrainedModel | None = None, engine: dict[str, Any] | None = None, **options: Any
+) -> Iterator[Served]:
+    """`engine`: of its EngineConfig; `options`: of its ServerConfig."""
+    tokenizer = byte_tokenizer()
+    config = EngineConfig(**({"block_size": 8, "num_blocks": 600} | (engine or {})))
+    manager = ContinuousBatchingManager(model or byte_model(), None, config, tokenizer)
+    manager.start()
+    service = Service(manager, tokenizer, ServerConfig(name="tiny", **options))
+    server, loop = make_server(service, "127.0.0.1", 0), asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(),))
+    thread.start()
+    try:
+        end = time.monotonic() + 20
+        while not server.started and time.monotonic() < end:
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield Served(f"http://127.0.0.1:{port}", manager, service, tokenizer, loop)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        loop.close()
+        service.close()
+        fatal = manager.loop.fatal_error
+        manager.stop(hard_stop=True)
+        if fatal is None:
+            manager.engine.check_idle()

@@ -1,0 +1,134 @@
+"""Health, and the end of a server: when its generation thread dies, and when it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from servers import byte_model, byte_tokenizer, openai, served
+
+from hf_cb.serving.server import drain
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def health(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=10) as answer:
+            return answer.status, json.load(answer)["status"]
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["status"]
+
+
+def test_a_dead_loop_turns_health_red(monkeypatch) -> None:
+    with served() as server:
+        assert health(server.url) == (200, "ok")
+        client = server.client()
+        with server.manager.pause():
+            errors: list[Exception] = []
+
+            def ask() -> None:
+                try:
+                    client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=400)
+                except openai.APIError as error:
+                    errors.append(error)
+
+            asking = threading.Thread(target=ask)
+            asking.start()
+            while not len(server.manager.registry):
+                time.sleep(0.005)
+            monkeypatch.setattr(server.manager.engine, "step", lambda: (_ for _ in ()).throw(MemoryError("all gone")))
+        asking.join(20)
+        assert not asking.is_alive() and errors[0].status_code == 500 and "all gone" in str(errors[0])
+        status, why = health(server.url)
+        assert status == 503 and "all gone" in why
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.chat.completions.create(model="tiny", messages=HELLO)
+        assert caught.value.status_code == 503
+        with urllib.request.urlopen(f"{server.url}/metrics") as answer:
+            assert 'hf_cb:up{model_name="tiny"} 0' in answer.read().decode()
+
+
+def test_metrics() -> None:
+    with served() as server:
+        server.client().chat.completions.create(model="tiny", messages=HELLO, max_tokens=7)
+        with urllib.request.urlopen(f"{server.url}/metrics") as answer:
+            assert answer.headers["content-type"].startswith("text/plain")
+            lines = answer.read().decode().splitlines()
+        assert 'hf_cb:generation_tokens_total{model_name="tiny"} 7' in lines
+        assert 'hf_cb:num_requests_running{model_name="tiny"} 0' in lines
+        assert 'hf_cb:http_requests_total{path="/v1/chat/completions",status="200"} 1' in lines
+
+
+def test_what_runs_at_the_end_is_cut_short_when_time_is_up() -> None:
+    with served(shutdown_timeout=0.1) as server:
+        create = server.client().chat.completions.create
+        stream = iter(create(model="tiny", messages=HELLO, max_tokens=400, stream=True))
+        next(stream)
+        with server.manager.pause():  # so that it cannot finish
+            draining = asyncio.run_coroutine_threadsafe(drain(server.service, asyncio.Queue()), server.loop)
+            draining.result(20)
+            with pytest.raises(openai.APIError, match="shutting down"):
+                list(stream)
+            with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
+                create(model="tiny", messages=HELLO)
+            assert caught.value.status_code == 503
+        assert health(server.url) == (503, "The server is shutting down.")
+        server.wait_until_idle()
+
+
+@pytest.mark.slow
+def test_sigterm_lets_streams_finish_and_takes_no_more(tmp_path) -> None:
+    """The command itself: model folder, key from the environment, and the end."""
+    byte_model().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    code = "import sys; from hf_cb.cli import main; sys.exit(main(sys.argv[1:]))"
+    options = [
+        str(tmp_path),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        "--served-model-name",
+        "mine",
+        "--engine",
+        "num_blocks=800",
+    ]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_CB_API_KEY": "secret"}
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", code, "serve", *options], stderr=output, env=environment
+        )
+    try:
+        end = time.monotonic() + 90
+        while not (found := re.search(r"mine at (http://[0-9.:]+/v1)", log.read_text())):
+            assert process.poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.05)
+        client = openai.OpenAI(base_url=found[1], api_key="secret", max_retries=0, timeout=60)
+        again = openai.OpenAI(base_url=found[1], api_key="secret", max_retries=0, timeout=60)
+        again.models.list()  # a connection that is there already
+        stream = client.completions.create(
+            model="mine", prompt="x", n=16, max_tokens=400, stream=True, stream_options={"include_usage": True}
+        )
+        next(iter(stream))
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
+            while True:
+                again.completions.create(model="mine", prompt="x", max_tokens=1)
+        assert list(stream)[-1].usage.completion_tokens == 16 * 400
+        assert process.wait(30) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert "Traceback" not in log.read_text(), log.read_text()
