@@ -13,9 +13,10 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from hf_cb.serving.errors import CLIENT_GONE, ApiError, as_api_error, shutting_down
+from hf_cb.serving.intake import Submission
 from hf_cb.serving.limits import read_body
 from hf_cb.serving.metrics import CONTENT_TYPE, HttpCounts, exposition
-from hf_cb.serving.service import Service, Submission
+from hf_cb.serving.service import Service
 from hf_cb.serving.streaming import Receive, Send, Watch, event, send_error_event, send_events
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def make_app(service: Service) -> FastAPI:
 
     counts, began = HttpCounts(), int(time.time())
     model = {"id": service.config.name, "object": "model", "created": began, "owned_by": "hf_cb"}
-    model["max_model_len"] = service.max_model_len
+    model["max_model_len"] = service.intake.max_model_len
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [model]})
@@ -149,9 +150,9 @@ class Generation:
             watch = Watch(receive, service.aborting, shutting_down)
             submission: Submission | None = None
             try:
-                request = service.read(body, self.is_chat)
+                request = service.intake.read(body, self.is_chat)
                 own_id = f"{said['request_id']}-{uuid.uuid4().hex[:8]}"  # a client may use its ids again
-                submission = await watch.over(service.in_worker(service.submit, request, own_id))
+                submission = await watch.over(service.in_worker(service.intake.submit, request, own_id))
                 if request.stream:
                     await self._stream(submission, watch, send)
                 else:

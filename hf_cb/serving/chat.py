@@ -46,7 +46,8 @@ class ChatAnswer:
         reader = self._reader()
         if reader is not None:
             found = [*reader.push(output.text or ""), *reader.finish()]
-            calls = [item.as_json() for item in found if isinstance(item, ToolCall)]
+            items = [item for item in found if isinstance(item, ToolCall)]
+            calls = [item.as_json(f"{self.head['id']} {index}", i) for i, item in enumerate(items)]
             if calls:
                 message["content"] = "".join(item for item in found if isinstance(item, str)) or None
                 message["tool_calls"] = calls
@@ -87,8 +88,8 @@ class ChatAnswer:
     def _part(self, item: str | ToolCall, number: int) -> dict[str, Any]:
         if isinstance(item, str):
             return {"content": item}
-        self._calls[number] += 1
-        return {"tool_calls": [item.as_json(self._calls[number] - 1)]}
+        place, self._calls[number] = self._calls[number], self._calls[number] + 1
+        return {"tool_calls": [{"index": place} | item.as_json(f"{self.head['id']} {number}", place)]}
 
     def _chunk(self, number: int, delta: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -5,8 +5,8 @@ Models that write their calls in another way are served too; their calls stay te
 
 from __future__ import annotations
 
+import hashlib
 import json
-import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,11 @@ class ToolCall:
     name: str
     arguments: str  # JSON
 
-    def as_json(self, index: int | None = None) -> dict[str, Any]:
-        """With the index, as a chunk of a stream has it."""
-        place = {} if index is None else {"index": index}
+    def as_json(self, of: str, index: int) -> dict[str, Any]:
+        """OpenAI's object for the call of that index in the answer (its id, and the choice's number) `of`."""
+        own_id = hashlib.sha256(f"{of} {index}".encode()).hexdigest()[:24]
         function = {"name": self.name, "arguments": self.arguments}
-        return place | {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+        return {"id": f"call_{own_id}", "type": "function", "function": function}
 
 
 class ToolCallReader:
