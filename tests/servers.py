@@ -1,4 +1,4 @@
-"""A server on a tiny model, in a thread of the test, and a model that says what it is told to."""
+"""A server on a tiny model, in a thread of the test."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
-from tiny_models import make_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from byte_models import byte_model, byte_tokenizer
+from transformers import PreTrainedModel
 
 from hf_cb import ContinuousBatchingManager, EngineConfig
 from hf_cb.serving.limits import ServerConfig
@@ -24,44 +22,6 @@ from hf_cb.serving.service import Service
 openai = pytest.importorskip("openai", reason="openai is not installed")
 pytest.importorskip("fastapi", reason="fastapi is not installed")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
-
-TEMPLATE = (
-    "{% if tools %}<tools>{{ tools | tojson }}{% endif %}"
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments | tojson }}</tool_call>{% endfor %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}{% if enable_thinking %}<think>{% endif %}"
-)
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte, three special ones before them, and a chat template that knows tools."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
-    fast.chat_template = TEMPLATE
-    return fast
-
-
-def byte_model(**changes: Any) -> PreTrainedModel:
-    """Greedy unless told otherwise, and deaf to the end-of-sequence token."""
-    model = make_model(vocab_size=259, max_position_embeddings=512, **changes)
-    model.generation_config.eos_token_id = None
-    model.generation_config.do_sample = False
-    return model
-
-
-def saying(tokenizer: Any, text: str) -> Any:
-    """A logits processor that makes a model say the text, and end."""
-    script = iter([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
-
-    def say(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(scores, -1e9).index_fill(1, torch.tensor([next(script)]), 0.0)
-
-    return say
 
 
 @dataclass

@@ -60,6 +60,13 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
+def served_name(model: str | None) -> str:
+    """The model's name in requests and answers: a Hub id as it is, the last part of a folder."""
+    if model is None:
+        return "demo"
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
 def loading(args: argparse.Namespace) -> dict[str, Any]:
     """Where the model is and how to load it, in values that JSON knows.
 

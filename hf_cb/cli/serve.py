@@ -9,7 +9,6 @@ import argparse
 import logging
 import os
 import sys
-from pathlib import PurePath
 
 from hf_cb.cli import model as models
 from hf_cb.cli.numbers import count, count_or_zero, positive
@@ -83,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     from hf_cb.serving.service import Service
 
     config = ServerConfig(
-        name=args.served_model_name or _name(args.model),
+        name=args.served_model_name or models.served_name(args.model),
         api_key=args.api_key or os.environ.get(KEY_VARIABLE) or None,
         max_body_bytes=body_limit,
         max_requests=args.max_requests,
@@ -102,13 +101,6 @@ def run(args: argparse.Namespace) -> int:
     finally:
         restore(model)
     return 0
-
-
-def _name(model: str | None) -> str:
-    """A Hub id as it is; of a folder, the last part."""
-    if model is None:
-        return "demo"
-    return PurePath(model).name if os.path.isdir(model) else model
 
 
 def _ready(url: str, name: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from servers import byte_model, byte_tokenizer, saying, served
+from byte_models import byte_model, byte_tokenizer, saying
+from servers import served
 from tiny_models import generate_alone, greedy
 
 CHAT = [{"role": "system", "content": "be"}, {"role": "user", "content": "hello"}]

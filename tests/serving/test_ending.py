@@ -15,7 +15,8 @@ import urllib.error
 import urllib.request
 
 import pytest
-from servers import byte_model, byte_tokenizer, openai, served
+from byte_models import byte_model, byte_tokenizer
+from servers import openai, served
 
 from hf_cb.serving.server import drain
 

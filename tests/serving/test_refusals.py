@@ -7,7 +7,8 @@ import urllib.error
 import urllib.request
 
 import pytest
-from servers import byte_tokenizer, openai, served
+from byte_models import byte_tokenizer
+from servers import openai, served
 from transformers import GenerationConfig
 
 from hf_cb.serving.errors import ApiError

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from servers import saying, served
+from byte_models import saying
+from servers import served
 
 from hf_cb.serving.tools import ToolCall, ToolCallReader
 
