@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from byte_models import byte_model, byte_tokenizer, run_command
 
 from hf_cb.cli import main
+from hf_cb.cli.job_lines import Line, read_task
 
 SETTINGS = ["--max-new-tokens", "12", "--device", "cpu", "--max-num-seqs", "4", "--engine", "num_blocks=64"]
 
@@ -200,6 +202,13 @@ def test_bad_lines_have_errors_and_the_others_go_on(folder, tmp_path, capsys) ->
     assert good["error"] is None and good["completion_tokens"] == 12
     for record, (text, word) in zip(bad, BAD_LINES, strict=True):
         assert word in json.dumps(record["error"]), text
+
+
+def test_the_pages_lines_are_lines() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "jobs.md").read_text()
+    inputs, _ = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    tasks = [read_task(Line(i, i + 1, raw.encode())) for i, raw in enumerate(inputs.splitlines())]
+    assert [t.name["id"] for t in tasks] == ["a", "b", "c"] and tasks[1].options["do_sample"] is True
 
 
 def test_what_cannot_be_done_is_said_before_anything_is_loaded(folder, done, tmp_path, capsys) -> None:

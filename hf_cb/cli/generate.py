@@ -1,7 +1,7 @@
 """Generate for prompts from arguments, from standard input, or from a file with a line for each.
 
 With --input and --output it is a job: each answer is appended as it is done, and a job that was interrupted or killed
-goes on where it stopped when the same command is run again. docs/generate.md says what a line may hold.
+goes on where it stopped when the same command is run again. docs/jobs.md says what a line may hold.
 
 exit codes: 0 done; 1 done, and some failed; 2 refused; 3 the generation died, run it again; 130 interrupted; 143 told
 to end (SIGTERM).

@@ -1,6 +1,6 @@
 """Serve a model over HTTP, as OpenAI's API: chat, completions, streaming, tools, metrics.
 
-usage: hf-cb serve [MODEL] [--port 8000] [--api-key KEY]
+docs/server.md says what requests may hold. exit codes: 0 after SIGTERM or Ctrl-C; 2 refused.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def exposition(service: Service, counts: HttpCounts) -> str:
     counters: Mapping[str, tuple[str, float]] = {
         "hf_cb:requests_finished_total": ("Sequences that have ended.", stats.finished),
         "hf_cb:generation_tokens_total": ("Tokens that were generated.", stats.tokens),
-        "hf_cb:steps_total": ("Steps of the engine.", stats.steps),
+        "hf_cb:num_steps_total": ("Steps of the engine.", stats.steps),
     }
     lines: list[str] = []
     for kind, samples in (("gauge", gauges), ("counter", counters)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 from byte_models import byte_tokenizer
@@ -112,6 +113,12 @@ def test_every_field_of_the_official_client_has_its_place() -> None:
     assert chat <= set(CHAT), chat - set(CHAT)
     completion = set(completion_create_params.CompletionCreateParamsBase.__annotations__) | {"stream"}
     assert completion <= set(COMPLETION), completion - set(COMPLETION)
+
+
+def test_the_page_has_them_all() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    missing = [name for name in {**CHAT, **COMPLETION} if f"`{name}`" not in page]
+    assert not missing
 
 
 def test_null_is_nothing(template) -> None:
