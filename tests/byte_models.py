@@ -1,8 +1,7 @@
-"""A tiny model on bytes, so that any text goes in and comes out, and a command run in a process of its own."""
+"""A tiny model on bytes, so that any text goes in and comes out."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -47,11 +46,3 @@ def saying(tokenizer: Any, text: str) -> Any:
         return torch.full_like(scores, -1e9).index_fill(1, torch.tensor([next(script)]), 0.0)
 
     return say
-
-
-def run_command(arguments: list[str], log: str) -> None:
-    """`hf-cb` with these arguments, in a process that ends with it; standard error goes to the log."""
-    from hf_cb.cli import main
-
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    os._exit(main(arguments))
