@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hf_cb.cli.job_lines import Line, Task, read_task
 from hf_cb.cli.model import served_name
 from hf_cb.core import GenerationOutput
-from hf_cb.errors import ManagerStoppedError, describe
+from hf_cb.errors import ManagerStoppedError, OptionError, describe
 from hf_cb.seeds import derive_seed
 from hf_cb.serving.errors import as_api_error
 from hf_cb.serving.intake import Intake, Submission
@@ -67,6 +67,10 @@ class Answerer:
         self.system, self.token_ids = args.system, args.token_ids
         has_template = bool(getattr(tokenizer, "chat_template", None))
         self.as_chat = has_template if args.chat is None else args.chat
+        if args.chat and not has_template:
+            raise OptionError("--chat needs a chat template, and this model's tokenizer has none: use --no-chat.")
+        if args.system is not None and not self.as_chat:
+            raise OptionError("--system is for chats, and these prompts are plain text: leave it out.")
         self.intake = Intake(manager, tokenizer, served_name(args.model))
 
     def start(self, line: Line) -> Work:

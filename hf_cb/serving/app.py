@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 logger = logging.getLogger("hf_cb.server")
+BODY_S = 60  # for a request's body to arrive
 Scope = dict[str, Any]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
@@ -150,10 +152,9 @@ class Generation:
             watch = Watch(receive, service.aborting, shutting_down)
             submission: Submission | None = None
             try:
-                request = service.intake.read(body, self.is_chat)
                 own_id = f"{said['request_id']}-{uuid.uuid4().hex[:8]}"  # a client may use its ids again
-                submission = await watch.over(service.in_worker(service.intake.submit, request, own_id))
-                if request.stream:
+                submission = await watch.over(service.in_worker(self._submit, body, own_id))
+                if submission.request.stream:
                     await self._stream(submission, watch, send)
                 else:
                     await watch.over(submission.finished())
@@ -165,19 +166,30 @@ class Generation:
                     submission.cancel()
                     said["tokens"] = submission.summary()
 
-    async def _body(self, scope: Scope, receive: Receive) -> dict[str, Any]:
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
         from fastapi import Request
+        from starlette.requests import ClientDisconnect
 
         request = Request(scope, receive)
         limit = self.service.config.max_body_bytes
-        data = await read_body(request.stream(), request.headers.get("content-length"), limit)
+        try:
+            async with asyncio.timeout(BODY_S):
+                return await read_body(request.stream(), request.headers.get("content-length"), limit)
+        except ClientDisconnect:
+            raise ApiError(CLIENT_GONE, "The client has gone.") from None
+        except TimeoutError:
+            raise ApiError(408, f"The request's body did not come within {BODY_S} s.") from None
+
+    def _submit(self, data: bytes, own_id: str) -> Submission:
+        """All that takes time with a long prompt; in a worker."""
         try:
             body = json.loads(data, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"The request's body is no JSON: {error}", code="invalid_json") from None
         if not isinstance(body, dict):
             raise ApiError(400, "The request's body must be a JSON object.", code="invalid_json")
-        return body
+        intake = self.service.intake
+        return intake.submit(intake.read(body, self.is_chat), own_id)
 
     async def _stream(self, submission: Submission, watch: Watch, send: Send) -> None:
         """The first chunk is waited for before anything is sent, so that what fails before it has a status."""

@@ -20,6 +20,7 @@ from hf_cb.serving.options import submit_options
 from hf_cb.serving.protocol import GenerationRequest, read_chat, read_completion
 from hf_cb.text.detokenizer import decode
 from hf_cb.text.prompts import encode_prompt
+from hf_cb.text.tokenizers import tokenizer_lock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,7 +106,7 @@ class Intake:
             ]
         except (TypeError, ValueError) as error:  # about this request, as `submit` says
             raise ApiError(400, str(error)) from error
-        return Submission(handles, self._answer(request, prompts, head or {}))
+        return Submission(request, handles, self._answer(request, prompts, head or {}))
 
     def _encode(self, request: GenerationRequest, number: int) -> list[int]:
         """One prompt's ids, no more than the model takes with what is to come."""
@@ -113,7 +114,8 @@ class Intake:
         if request.is_chat and not self.template.exists:
             raise bad("messages", "need a chat template, and this model's tokenizer has none: use /v1/completions.")
         if isinstance(prompt, str) and not request.fields.get("add_special_tokens", True):
-            prompt = self._encoder(prompt, add_special_tokens=False)["input_ids"]
+            with tokenizer_lock(self._encoder):
+                prompt = self._encoder(prompt, add_special_tokens=False)["input_ids"]
         ids = encode_prompt(prompt, self._encoder, chat_template_kwargs=request.template_kwargs)
         keep = request.fields.get("truncate_prompt_tokens")
         if keep is not None:
@@ -138,16 +140,17 @@ class Intake:
 
 
 class Submission:
-    """The handles of one HTTP request, one for each prompt, and the form of their answer."""
+    """What runs for a request: handles, one for each prompt, and the form of their answer."""
 
-    def __init__(self, handles: list[Handle], answer: Answer) -> None:
-        self.handles, self.answer = handles, answer
+    def __init__(self, request: GenerationRequest, handles: list[Handle], answer: Answer) -> None:
+        self.request, self.handles, self.answer = request, handles, answer
         streams = [stream for handle in handles for stream in handle.mailbox.streams]
         self._numbers = {stream.request_id: i for i, stream in enumerate(streams)}
 
     def cancel(self) -> None:
         for handle in self.handles:
-            handle.cancel()
+            if not handle.done:
+                handle.cancel()
 
     async def finished(self) -> None:
         """Returns when all have ended; raises the first one's error."""

@@ -88,6 +88,17 @@ def test_what_runs_at_the_end_is_cut_short_when_time_is_up() -> None:
         server.wait_until_idle()
 
 
+def test_a_request_that_takes_too_long() -> None:
+    with served(request_timeout=0.05) as server:
+        create = server.client().completions.create
+        with pytest.raises(openai.InternalServerError) as caught:
+            create(model="tiny", prompt="x", max_tokens=500)
+        assert caught.value.status_code == 504
+        with pytest.raises(openai.APIError, match="ran out of its time"):
+            list(create(model="tiny", prompt="x", max_tokens=500, stream=True))
+        server.wait_until_idle()
+
+
 @pytest.mark.slow
 def test_sigterm_lets_streams_finish_and_takes_no_more(tmp_path) -> None:
     """The command itself: model folder, key from the environment, and the end."""

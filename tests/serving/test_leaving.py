@@ -11,16 +11,18 @@ import time
 import pytest
 from servers import served
 
+from hf_cb.serving import app
+
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def connect(server, stream: bool) -> socket.socket:
-    """A connection on which a request for 400 tokens was sent."""
+def connect(server, stream: bool, missing: int = 0) -> socket.socket:
+    """A connection on which a request for 400 tokens was sent, but for so many of its last bytes."""
     body = json.dumps({"model": "tiny", "messages": HELLO, "max_tokens": 400, "stream": stream}).encode()
     where = server.url.removeprefix("http://")
     connection = socket.create_connection(where.split(":"), timeout=20)
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {where}\r\nContent-Length: {len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
+    connection.sendall(head.encode() + body[: len(body) - missing])
     return connection
 
 
@@ -53,6 +55,22 @@ def test_in_the_middle(stream) -> None:
         connection.close()
         server.wait_until_idle()
         assert server.manager.stats().tokens < 400
+
+
+def test_in_the_middle_of_the_body(monkeypatch) -> None:
+    with served() as server:
+        for gone in (True, False):
+            connection = connect(server, stream=True, missing=5)
+            wait_for(lambda: server.service.gate.inside == 1)
+            if gone:
+                connection.close()
+                wait_for(lambda: server.service.gate.inside == 0)
+                monkeypatch.setattr(app, "BODY_S", 0.05)  # the next one does not wait for long
+            else:
+                assert connection.recv(100).startswith(b"HTTP/1.1 408")
+                connection.close()
+        server.wait_until_idle()
+        assert server.manager.stats().steps == 0
 
 
 def test_a_client_that_does_not_read_holds_up_nobody() -> None:
