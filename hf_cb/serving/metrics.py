@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,27 +28,34 @@ class HttpCounts:
 
 
 def exposition(service: Service, counts: HttpCounts) -> str:
-    """All samples as they are now."""
+    """All samples as they are now: the engine's, and the server's own."""
+    own = [
+        ("gauge", "http_requests_inside", "HTTP requests that are being answered.", service.gate.inside),
+        ("gauge", "up", "1 while requests are taken.", service.problem() is None),
+    ]
+    return _engine_page(service) + _page(service, own) + "\n".join([*counts.lines(), ""])
+
+
+def _engine_page(service: Service) -> str:
     stats = service.manager.stats()
     used = stats.blocks_held / max(1, stats.blocks)
-    gauges: Mapping[str, tuple[str, float]] = {
-        "hf_cb:num_requests_running": ("Requests in the steps.", stats.running),
-        "hf_cb:num_requests_waiting": ("Requests that wait for their first step.", stats.waiting),
-        "hf_cb:kv_cache_usage_perc": ("Share of the KV blocks in use; 1 is all.", used),
-        "hf_cb:http_requests_inside": ("HTTP requests that are being answered.", service.gate.inside),
-        "hf_cb:up": ("1 while requests are taken.", float(service.problem() is None)),
-    }
-    counters: Mapping[str, tuple[str, float]] = {
-        "hf_cb:requests_finished_total": ("Sequences that have ended.", stats.finished),
-        "hf_cb:generation_tokens_total": ("Tokens that were generated.", stats.tokens),
-        "hf_cb:num_steps_total": ("Steps of the engine.", stats.steps),
-    }
-    lines: list[str] = []
-    for kind, samples in (("gauge", gauges), ("counter", counters)):
-        for name, (text, value) in samples.items():
-            label = f'{{model_name="{_escaped(service.config.name)}"}}'
-            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", f"{name}{label} {value:g}"]
-    return "\n".join([*lines, *counts.lines(), ""])
+    samples = [
+        ("gauge", "num_requests_running", "Requests in the steps.", stats.running),
+        ("gauge", "num_requests_waiting", "Requests that wait for their first step.", stats.waiting),
+        ("gauge", "kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.", used),
+        ("counter", "requests_finished_total", "Sequences that have ended.", stats.finished),
+        ("counter", "generation_tokens_total", "Tokens that were generated.", stats.tokens),
+        ("counter", "num_steps_total", "Steps of the engine.", stats.steps),
+    ]
+    return _page(service, samples)
+
+
+def _page(service: Service, samples: Iterable[tuple[str, str, str, float]]) -> str:
+    label = f'{{model_name="{_escaped(service.config.name)}"}}'
+    lines = []
+    for kind, name, text, value in samples:
+        lines += [f"# HELP hf_cb:{name} {text}", f"# TYPE hf_cb:{name} {kind}", f"hf_cb:{name}{label} {value:g}"]
+    return "\n".join([*lines, ""])
 
 
 def _escaped(text: str) -> str:

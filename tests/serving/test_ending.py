@@ -31,6 +31,15 @@ def health(url: str) -> tuple[int, str]:
         return error.code, json.load(error)["status"]
 
 
+def samples(url: str) -> dict[str, float]:
+    """What Prometheus reads: names with labels, and values."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        assert answer.headers["content-type"].startswith("text/plain")
+        lines = answer.read().decode().splitlines()
+    assert all(lines)
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+
 def test_a_dead_loop_turns_health_red(monkeypatch) -> None:
     with served() as server:
         assert health(server.url) == (200, "ok")
@@ -56,19 +65,17 @@ def test_a_dead_loop_turns_health_red(monkeypatch) -> None:
         with pytest.raises(openai.InternalServerError) as caught:
             client.chat.completions.create(model="tiny", messages=HELLO)
         assert caught.value.status_code == 503
-        with urllib.request.urlopen(f"{server.url}/metrics") as answer:
-            assert 'hf_cb:up{model_name="tiny"} 0' in answer.read().decode()
+        assert samples(server.url)['hf_cb:up{model_name="tiny"}'] == 0
 
 
 def test_metrics() -> None:
     with served() as server:
         server.client().chat.completions.create(model="tiny", messages=HELLO, max_tokens=7)
-        with urllib.request.urlopen(f"{server.url}/metrics") as answer:
-            assert answer.headers["content-type"].startswith("text/plain")
-            lines = answer.read().decode().splitlines()
-        assert 'hf_cb:generation_tokens_total{model_name="tiny"} 7' in lines
-        assert 'hf_cb:num_requests_running{model_name="tiny"} 0' in lines
-        assert 'hf_cb:http_requests_total{path="/v1/chat/completions",status="200"} 1' in lines
+        found = samples(server.url)
+        assert found['hf_cb:generation_tokens_total{model_name="tiny"}'] == 7
+        assert found['hf_cb:num_requests_running{model_name="tiny"}'] == 0
+        assert found['hf_cb:http_requests_total{path="/v1/chat/completions",status="200"}'] == 1
+        assert found['hf_cb:http_requests_inside{model_name="tiny"}'] == 0 and len(found) > 7
 
 
 def test_what_runs_at_the_end_is_cut_short_when_time_is_up() -> None:
