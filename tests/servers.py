@@ -22,6 +22,7 @@ from hf_cb.serving.service import Service
 openai = pytest.importorskip("openai", reason="openai is not installed")
 pytest.importorskip("fastapi", reason="fastapi is not installed")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
 
 
 @dataclass

@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Serves until SIGTERM or Ctrl-C; 0 after either."""
     try:
         import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise OptionError(f"The server needs more packages ({error}): pip install hf-cb[serve].") from error

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from hf_cb.metrics.exposition import exposition as metrics_page
+
 if TYPE_CHECKING:
     from hf_cb.serving.service import Service
 
@@ -33,21 +35,9 @@ def exposition(service: Service, counts: HttpCounts) -> str:
         ("gauge", "http_requests_inside", "HTTP requests that are being answered.", service.gate.inside),
         ("gauge", "up", "1 while requests are taken.", service.problem() is None),
     ]
-    return _engine_page(service) + _page(service, own) + "\n".join([*counts.lines(), ""])
-
-
-def _engine_page(service: Service) -> str:
-    stats = service.manager.stats()
-    used = stats.blocks_held / max(1, stats.blocks)
-    samples = [
-        ("gauge", "num_requests_running", "Requests in the steps.", stats.running),
-        ("gauge", "num_requests_waiting", "Requests that wait for their first step.", stats.waiting),
-        ("gauge", "kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.", used),
-        ("counter", "requests_finished_total", "Sequences that have ended.", stats.finished),
-        ("counter", "generation_tokens_total", "Tokens that were generated.", stats.tokens),
-        ("counter", "num_steps_total", "Steps of the engine.", stats.steps),
-    ]
-    return _page(service, samples)
+    manager = service.manager
+    engine = metrics_page(manager.metrics, manager.stats, service.config.name).decode()
+    return engine + _page(service, own) + "\n".join([*counts.lines(), ""])
 
 
 def _page(service: Service, samples: Iterable[tuple[str, str, str, float]]) -> str:
