@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_cb import ContinuousBatchingManager, EngineConfig
 from hf_cb.serving.limits import ServerConfig
-from hf_cb.serving.server import make_server
+from hf_cb.serving.server import listen, make_server
 from hf_cb.serving.service import Service
 
 openai = pytest.importorskip("openai", reason="openai is not installed")
@@ -58,19 +58,20 @@ def served(
     manager = ContinuousBatchingManager(model or byte_model(), None, config, tokenizer)
     manager.start()
     service = Service(manager, tokenizer, ServerConfig(name="tiny", **options))
-    server, loop = make_server(service, "127.0.0.1", 0), asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(),))
+    server, loop = make_server(service, lambda: None), asyncio.new_event_loop()
+    listener = listen("127.0.0.1", 0)
+    thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(sockets=[listener]),))
     thread.start()
     try:
         end = time.monotonic() + 20
         while not server.started and time.monotonic() < end:
             time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield Served(f"http://127.0.0.1:{port}", manager, service, tokenizer, loop)
+        yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", manager, service, tokenizer, loop)
     finally:
         server.should_exit = True
         thread.join(20)
         loop.close()
+        listener.close()
         service.close()
         fatal = manager.loop.fatal_error
         manager.stop(hard_stop=True)

@@ -18,7 +18,8 @@ import pytest
 from byte_models import byte_model, byte_tokenizer
 from servers import openai, served
 
-from hf_cb.serving.server import drain
+from hf_cb.errors import OptionError
+from hf_cb.serving.server import drain, serve
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -93,6 +94,13 @@ def test_what_runs_at_the_end_is_cut_short_when_time_is_up() -> None:
             assert caught.value.status_code == 503
         assert health(server.url) == (503, "The server is shutting down.")
         server.wait_until_idle()
+
+
+def test_a_port_that_is_taken() -> None:
+    with served() as server:
+        port = int(server.url.rpartition(":")[2])
+        with pytest.raises(OptionError, match=f"cannot listen on 127.0.0.1:{port}"):
+            serve(server.service, "127.0.0.1", port, when_ready=print)
 
 
 def test_a_request_that_takes_too_long() -> None:
