@@ -6,12 +6,14 @@
 #   CONSTRAINTS  the constraints files; the first one must pin torch
 #   WORKERS      test processes; 0 runs the tests in one process with all threads
 #   ARGS         more arguments for pytest, the benchmark or the demo
+#   SECONDS_OF_LOAD  on the server, in `make soak`
 
 PYTHON      ?= python3
 VENV        ?= .venv
 CONSTRAINTS ?= constraints-dev.txt
 WORKERS     ?= 2
 ARGS        ?=
+SECONDS_OF_LOAD ?= 300
 
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.hf-cb-ready
@@ -33,7 +35,7 @@ help:
 	@echo "make bench     measure the speed"
 	@echo "make sweep     compare with generate() on every architecture; writes docs/models.md"
 	@echo "make studies   policies and prefill chunks under real arrivals; writes docs/studies (12 quiet minutes)"
-	@echo "make soak      10,000 requests from threads and event loops, with faults"
+	@echo "make soak      10,000 requests from threads and event loops, with faults; then five minutes of load on a server"
 	@echo "make clean     remove caches and build outputs (the environment stays: rm -r $(VENV))"
 
 setup: $(STAMP)
@@ -107,6 +109,8 @@ studies: $(STAMP)
 
 soak: $(STAMP)
 	@OMP_NUM_THREADS=1 $(PY) tests/soak.py $(ARGS)
+	@$(PY) -m pip install -qq $(addprefix -c ,$(CONSTRAINTS)) locust
+	@OMP_NUM_THREADS=1 $(PY) tests/soak_server.py --seconds $(SECONDS_OF_LOAD)
 
 clean:
 	@echo "clean: removing caches and build outputs"

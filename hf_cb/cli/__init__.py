@@ -10,12 +10,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hf_cb.cli import bench, chat, doctor, generate, plan, replay, simulate, trace, transformers_cli
+from hf_cb.cli import bench, chat, doctor, generate, plan, replay, serve, simulate, trace, transformers_cli
 from hf_cb.errors import HfCbError
 
 COMMANDS = {
     "generate": generate,
     "chat": chat,
+    "serve": serve,
     "bench": bench,
     "replay": replay,
     "trace": trace,
@@ -50,8 +51,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hf-cb", description="Continuous batching for Hugging Face models.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
-        summary = (module.__doc__ or "").split("\n", 1)[0]
-        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        summary, _, more = (module.__doc__ or "").partition("\n")
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=summary,
+            epilog=more.strip() or None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser

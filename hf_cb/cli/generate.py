@@ -1,4 +1,11 @@
-"""Generate for prompts from arguments or standard input."""
+"""Generate for prompts from arguments, from standard input, or from a file with a line for each.
+
+With --input and --output it is a job: each answer is appended as it is done, and a job that was interrupted or killed
+goes on where it stopped when the same command is run again. docs/jobs.md says what a line may hold.
+
+exit codes: 0 done; 1 done, and some failed; 2 refused; 3 the generation died, run it again; 130 interrupted; 143 told
+to end (SIGTERM).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +23,7 @@ from hf_cb.errors import OptionError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_arguments(parser)
+    models.add_engine_arguments(parser)
     group = parser.add_argument_group("prompts")
     group.add_argument(
         "-p",
@@ -35,16 +43,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--temperature", type=not_negative, metavar="T", help="0: greedy (default: the model's)")
     group.add_argument("--top-p", type=share, metavar="P", help="sample from the likeliest of this mass")
     group.add_argument("--top-k", type=count_or_zero, metavar="K", help="sample from the K likeliest; 0: from all")
-    group.add_argument("--seed", type=count_or_zero, metavar="N", help="makes sampling repeatable")
+    group.add_argument(
+        "--seed", type=count_or_zero, metavar="N", help="makes sampling repeatable (lines of a file: 0 by default)"
+    )
     group.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON object a line for each prompt")
-    group.add_argument("--progress", action="store_true", help="a progress bar on standard error")
+    group.add_argument(
+        "--progress",
+        action="store_true",
+        help="a progress bar on standard error (a job shows one on a terminal anyway)",
+    )
+    group = parser.add_argument_group("job")
+    group.add_argument("--input", metavar="FILE", help='lines of JSON with a "prompt", "messages" or "prompt_ids"')
+    group.add_argument("--output", metavar="FILE", help="where the answers go, in the order of the input at the end")
+    group.add_argument("--retry-failed", action="store_true", help="try lines again whose answer is an error")
+    group.add_argument("--restart", action="store_true", help="begin anew, whatever is in --output")
+    group.add_argument("--token-ids", action="store_true", help="put the token ids into the answers too")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the results in the order of the prompts; 1 if one of them failed."""
     options = _generation_options(args)
+    if args.input is not None or args.output is not None:
+        return _run_job(args, options)
     prompts = args.prompt or _read_prompts()
     if not prompts:
         raise OptionError("There are no prompts: give --prompt, or one on each line of standard input.")
@@ -67,6 +89,16 @@ def run(args: argparse.Namespace) -> int:
         else:
             _print_text(result, prompt, several=len(prompts) > 1)
     return int(any(result.error is not None for result in results))
+
+
+def _run_job(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    if args.input is None or args.output is None:
+        raise OptionError("--input and --output belong together: give both.")
+    if args.prompt or args.json:
+        raise OptionError("--prompt and --json are for prompts that are not in a file: leave them out.")
+    from hf_cb.cli.job import run_job
+
+    return run_job(args, options)
 
 
 def _read_prompts() -> list[str]:

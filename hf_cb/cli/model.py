@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--itl-target", type=float, metavar="S", help="seconds between two tokens of a running answer")
 
 
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """More of the engine's options, for commands that run for long."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--max-num-seqs", type=count, metavar="N", help="requests in a step")
+    group.add_argument("--max-batch-tokens", type=count, metavar="N", help="tokens in a step")
+    group.add_argument("--num-threads", type=count, metavar="N", help="CPU threads of a step")
+    group.add_argument(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any other field of EngineConfig (docs/options.md), its value in JSON or as text; may be repeated",
+    )
+
+
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of `EngineConfig` that were given."""
-    names = ("max_model_len", "kv_budget", "policy", "prefill_chunk", "itl_target")
-    return {name: value for name in names if (value := getattr(args, name)) is not None}
+    names = ["max_model_len", "kv_budget", "policy", "prefill_chunk", "itl_target"]
+    names += ["max_num_seqs", "max_batch_tokens", "num_threads"]  # of commands that run for long
+    given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+    for item in getattr(args, "engine", []):
+        name, equals, text = item.partition("=")
+        if not equals:
+            raise OptionError(f"--engine {item} must be NAME=VALUE, such as prefix_caching=false.")
+        if name in given:
+            raise OptionError(f"--engine {item}: {name} is given twice.")
+        try:
+            given[name] = json.loads(text)
+        except ValueError:
+            given[name] = text
+    return given
+
+
+def served_name(model: str | None) -> str:
+    """The model's name in requests and answers: a Hub id as it is, the last part of a folder."""
+    if model is None:
+        return "demo"
+    return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 def loading(args: argparse.Namespace) -> dict[str, Any]:

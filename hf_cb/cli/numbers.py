@@ -20,6 +20,14 @@ def not_negative(text: str) -> float:
     return _number(text, most=float("inf"))
 
 
+def positive(text: str) -> float:
+    """A number above 0."""
+    value = _number(text, most=float("inf"))
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
 def share(text: str) -> float:
     """A number from 0 to 1."""
     return _number(text, most=1.0)
