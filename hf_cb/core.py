@@ -84,9 +84,6 @@ class GenerationOutput(_TransformersOutput):
     finish_reason: FinishReason | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     exception: Exception | None = field(default=None, repr=False)  # `error` is its message
-    stop_reason: str | int | None = None
-    top_logprobs: list[dict[int, float]] | None = None
-    prompt_logprobs: list[dict[int, float] | None] | None = None
 
     def _repr_html_(self) -> str:
         return result_card(self)
@@ -102,9 +99,6 @@ class Delta:
     text: str
     finish_reason: FinishReason | None = None
     error: str | None = None
-    logprobs: list[float] | None = None
-    top_logprobs: list[dict[int, float]] | None = None
-    stop_reason: str | int | None = None
 
 
 @dataclass(eq=False)
