@@ -69,12 +69,12 @@ class KVCache:
     def hit(self, request: Request) -> int:
         """Shares the longest known beginning of a request that holds nothing; returns its tokens.
 
-        At least one token is left to compute, since its logits are wanted.
+        At least one token is left to compute, since its logits are wanted; all are where every token's are.
         """
         if request.epoch != self.epoch:
             request.epoch = self.epoch
             request.block_hashes.clear()
-        if not self.prefix_caching:
+        if not self.prefix_caching or request.scores_prompt:
             return 0
         most = (len(request.token_ids) - 1) // self.block_size
         self._hash(request, most)

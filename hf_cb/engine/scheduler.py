@@ -8,6 +8,7 @@ from collections.abc import Collection
 from hf_cb.core import Request, Status
 from hf_cb.engine.host_blocks import HostBlocks
 from hf_cb.engine.kv_cache import KVCache
+from hf_cb.engine.logprobs import SCORED_ROWS, prompt_rows
 from hf_cb.engine.policies import Fifo, Policy
 from hf_cb.engine.speculation import DraftSource, NoDrafts
 from hf_cb.sizes import ResolvedConfig
@@ -47,6 +48,7 @@ class Scheduler:
         plan = StepPlan()
         self.host.begin_step()
         left = allowed = budget or self.config.max_batch_tokens
+        rows = SCORED_ROWS
         planned: dict[Request, PlanPart] = {}
         running, waiting = list(self.running), list(self.waiting)
         if only is not None:
@@ -62,19 +64,24 @@ class Scheduler:
             if left == 0:
                 plan.bound_by = plan.bound_by or "tokens"
                 break
+            room = min(left, rows) if request.scores_prompt else left
+            if room == 0:
+                continue  # its turn comes in the next step
             gone = len(plan.preempted)
             if request.status is Status.WAITING:
                 # a new request never takes blocks from a running one, and none behind it overtakes
                 if closed:
                     continue
-                part = self._admit(request, left, plan)
+                part = self._admit(request, room, plan)
             else:
-                part = self._continue(request, left, plan, planned, run_ahead)
+                part = self._continue(request, room, plan, planned, run_ahead)
             if part is not None:
                 planned[request] = part
                 left -= part.num_tokens
+                rows -= part.prompt_rows
             if len(plan.preempted) > gone:  # shares were taken back
                 left = allowed - sum(p.num_tokens for p in planned.values())
+                rows = SCORED_ROWS - sum(p.prompt_rows for p in planned.values())
             if left == 0 and part is not None and not part.samples:
                 plan.bound_by = plan.bound_by or "tokens"
         plan.parts = list(planned.values())
@@ -90,8 +97,8 @@ class Scheduler:
             return None
         source = request.fork_of
         if (
-            self.kv.forks
-            and source is not None
+            source is not None
+            and (self.kv.forks or source.scores_prompt)
             and source.status is not Status.FINISHED
             and source.pending > 0
             and not source.num_output
@@ -181,9 +188,10 @@ class Scheduler:
             was_decoding=request.is_decoding,
             new_blocks=allocation.new_blocks,
             copies=allocation.copies,
+            prompt_rows=prompt_rows(request, request.num_computed, count),
         )
 
 
 def _goes_on(request: Request) -> bool:
     """Whether a request will be alive after the steps that it is in, as far as is known before their tokens are."""
-    return not request.cancelled and request.num_output + request.ahead < request.params.max_new_tokens
+    return not request.cancelled and request.num_output + request.ahead < max(1, request.params.max_new_tokens)
