@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from hf_cb.errors import OptionError
+from hf_cb.errors import OptionError, describe
 from hf_cb.text.prompts import tokenizer_lock
 
 if TYPE_CHECKING:
@@ -79,9 +79,11 @@ class StopStrings:
         return Match(string, *self._place(token_ids, pieces, best)) if string else None
 
     def waiting(self, token_ids: Sequence[int]) -> int:
-        """How many of the newest tokens may hold the beginning of a stop string that later ones complete."""
+        """How many of the newest tokens hold a stop string, or what may be the beginning of one."""
         if not token_ids:
             return 0
+        if (found := self.match(token_ids)) is not None:
+            return len(token_ids) - found.token
         pieces = self._tail(token_ids, self.reach - 1)
         text = self._nothing.join(pieces)
         for at in range(max(0, len(text) - self.reach + 1), len(text)):
@@ -166,15 +168,19 @@ def _vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> _Vocabulary:
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         alphabet = _alphabet(tokenizer)
-        with tokenizer_lock(tokenizer):
-            ids = tokenizer(_CONTEXT, add_special_tokens=False)["input_ids"]
-            context: Any = tokenizer.convert_ids_to_tokens(ids)
-            text = tokenizer.convert_tokens_to_string(context)
-        if alphabet != "byte_level" and _CONTEXT not in text:
+        try:
+            with tokenizer_lock(tokenizer):
+                context: Any = tokenizer.convert_ids_to_tokens(
+                    tokenizer(_CONTEXT, add_special_tokens=False)["input_ids"]
+                )
+                text = tokenizer.convert_tokens_to_string(context)
+            if alphabet != "byte_level" and _CONTEXT not in text:
+                raise ValueError(f"{_CONTEXT!r} becomes {text!r}")
+        except Exception as error:  # whatever a tokenizer of somebody's own does
             raise OptionError(
-                f"stop_strings need the text of single tokens, and {type(tokenizer).__name__} makes {text!r} of "
-                f"{_CONTEXT!r}: stop by eos_token_id, or with stopping_criteria."
-            )
+                f"stop_strings need the text of single tokens, which {type(tokenizer).__name__} does not tell "
+                f"({describe(error)}): stop by eos_token_id, or with stopping_criteria."
+            ) from error
         byte_of = {char: byte for byte, char in bytes_to_unicode().items()}
         found = _vocabularies[tokenizer] = _Vocabulary(alphabet, context, byte_of)
     return found
