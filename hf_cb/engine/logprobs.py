@@ -48,6 +48,19 @@ class Row:
     kept: int | None = None
     scores: Tensor | None = None
 
+    def needs_scores(self) -> bool:
+        """Whether its logits do not tell what is asked: then the processors are called, unless they have been."""
+        params = self.params
+        if self.scores is not None or params.process is None or params.output_scores:
+            return params.process is not None
+        return not params.raw_logprobs and self.kept is None
+
+    def processed(self, logits: Tensor) -> Tensor:
+        """Scores `[V]` from its logits `[V]`."""
+        if self.scores is not None or self.params.process is None:
+            return logits if self.scores is None else self.scores
+        return self.params.process(torch.tensor([self.ids], device=logits.device), logits[None].clone())[0]
+
 
 class More:
     """What some sampled rows tell. Computed at once, without waiting for the device; `add_to` waits.
@@ -60,43 +73,42 @@ class More:
 
     def __init__(self, logits: Tensor, rows: Sequence[Row], tokens: Tensor) -> None:
         self._rows = rows
-        places = torch.tensor([row.number for row in rows], device=logits.device)
-        raw = logits[places].float()
+        numbers = [row.number for row in rows]
+        every = numbers == list(range(len(logits)))  # then nothing is copied
+        raw = (logits if every else logits[torch.tensor(numbers, device=logits.device)]).float()
         chosen = tokens.clamp(min=0)  # a row without a token has an error, and tells nothing
+        scores = {i: row.processed(raw[i]) for i, row in enumerate(rows) if row.needs_scores()}
         self._logits = {i: raw[i].clone() for i, row in enumerate(rows) if row.params.output_logits}
-        self._scores: dict[int, Tensor] = {}
-        for i, row in enumerate(rows):
-            scores = self._processed(raw[i], row)
-            if row.params.output_scores:
-                self._scores[i] = scores.clone()
-            if not row.params.raw_logprobs:
-                raw[i] = scores
-        most = max(row.params.top_logprobs or 0 for row in rows)
-        self._look = Look([_look(raw, chosen, min(most, raw.shape[1]))])
-
-    def _processed(self, logits: Tensor, row: Row) -> Tensor:
-        params, warpers = row.params, row.params.warpers
-        if row.scores is not None or params.process is None or (params.raw_logprobs and not params.output_scores):
-            return logits if row.scores is None else row.scores
-        if warpers is not None and row.kept is not None and not params.output_scores:
-            return logits / warpers.temperature
-        return params.process(torch.tensor([row.ids], device=logits.device), logits[None].clone())[0]
+        self._scores = {i: scores.get(i, raw[i]).clone() for i, row in enumerate(rows) if row.params.output_scores}
+        most = min(max(row.params.top_logprobs or 0 for row in rows), raw.shape[1])
+        alone = [i for i in scores if not rows[i].params.raw_logprobs]
+        together = [i for i in range(len(rows)) if i not in alone]
+        pieces = [_look(scores[i][None], chosen[i : i + 1], most) for i in alone]
+        if together and alone:
+            places = torch.tensor(together, device=logits.device)
+            pieces.append(_look(raw[places], chosen[places], most))
+        elif together:
+            pieces.append(_look(raw, chosen, most))
+        self._order, self._look = [*alone, *together], Look(pieces)
 
     def add_to(self, sampled: Mapping[int, Sampled]) -> None:
         """Completes these results, which are by the number of their row."""
-        for i, (row, (own, best, ids)) in enumerate(zip(self._rows, self._look.read(), strict=True)):
-            result, params = sampled[row.number], row.params
+        for i, (own, best, ids) in zip(self._order, self._look.read(), strict=True):
+            row, params = self._rows[i], self._rows[i].params
+            result = sampled[row.number]
             if result.exception is not None:
                 continue
             result.logits, result.scores = self._logits.get(i), self._scores.get(i)
-            shift = 0.0
-            if row.kept is not None and result.logprob is not None:
-                shift = result.logprob - own  # among the tokens that are left
+            count, temperature = params.top_logprobs, 1.0
+            if row.kept is not None and result.logprob is not None:  # of the logits, where those do
+                count = None if count is None else min(count, row.kept)
+                if params.warpers is not None and not row.needs_scores():
+                    temperature = params.warpers.temperature
             elif params.logprobs:
                 result.logprob = own
-            if params.top_logprobs is not None:
-                count = min(params.top_logprobs, len(ids) if row.kept is None else row.kept)
-                result.top = _best(ids[:count], best, result.token_id, own, shift)
+            if count is not None and result.logprob is not None:
+                values = [result.logprob + (value - own) / temperature for value in best]
+                result.top = _best(ids[:count], values, result.token_id, result.logprob)
 
 
 def tell(
@@ -148,10 +160,10 @@ def _look(scores: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Te
     return (scores.gather(1, tokens[:, None]) - total)[:, 0], best - total, ids
 
 
-def _best(ids: Sequence[int], values: Sequence[float], token: int, own: float, shift: float = 0.0) -> dict[int, float]:
+def _best(ids: Sequence[int], values: Sequence[float], token: int, own: float) -> dict[int, float]:
     """The tokens that have a probability, best first, and the one that was chosen."""
-    found = {i: v + shift for i, v in zip(ids, values, strict=False) if v > -float("inf")}
-    found[token] = own + shift  # keeps its place; else it is the last
+    found = {i: value for i, value in zip(ids, values, strict=False) if value > -float("inf")}
+    found[token] = own  # keeps its place; else it is the last
     return found
 
 

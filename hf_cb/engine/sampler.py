@@ -95,7 +95,7 @@ class Sampler:
             tokens = op.sample(self._table, self._workspace, scores, draws, torch.get_num_threads()) if draws else []
             pairs = list(zip(draws, tokens, strict=True))
             found = {d.row: drawn(t.token, t.logprob if d.logprobs else None) for d, t in pairs}
-            tell(logits, parts, found, {d.row: t.kept for d, t in pairs if not d.greedy})
+            tell(scores, parts, found, {d.row: t.kept for d, t in pairs if not d.greedy})
             return found
         rows = [part.request for part in parts for _ in range(part.samples)]
         plain = [i for i, request in enumerate(rows) if is_plain(request)]
