@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from hf_cb.errors import OptionError, describe
-from hf_cb.text.prompts import tokenizer_lock
+from hf_cb.text.tokenizers import tokenizer_lock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
