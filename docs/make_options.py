@@ -56,7 +56,9 @@ def page() -> str:
             "the model's generation config and then from `generate`'s defaults, except for its length of 20: without "
             "`max_new_tokens` and `max_length` an answer may be as long as the model and the KV cache allow. "
             "`eos_token_id=-1` means none. Besides these: `seed`, `logits_processor`, `stopping_criteria`, "
-            "`prefix_allowed_tokens_fn`, `negative_prompt_ids`, `negative_prompt_attention_mask`.",
+            "`prefix_allowed_tokens_fn`, `negative_prompt_ids`, `negative_prompt_attention_mask`; and what is told "
+            "[besides tokens](results.md): `logprobs`, `prompt_logprobs`, `logprobs_mode`, "
+            "`include_stop_str_in_output`.",
             "",
             "Greedy requests without a processor share one argmax; temperature, top_k, top_p and min_p run for all "
             "requests in one call where there are kernels for it. All others run transformers' own processors on "

@@ -39,9 +39,10 @@ class LogitsProcess(Protocol):
 
 
 class StopCheck(Protocol):
-    """Says after each token whether a request is to end: `token_ids` is prompt and output, newest last."""
+    """Says after each token whether a request is to end: `token_ids` is prompt and output, newest last. A string ends
+    it too, and is its `stop_reason`."""
 
-    def __call__(self, token_ids: Sequence[int]) -> bool: ...
+    def __call__(self, token_ids: Sequence[int]) -> bool | str: ...
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class SamplingParams:
     stop_checks: tuple[StopCheck, ...] = ()
     max_time: float | None = None  # seconds since submission
     logprobs: bool = False
+    raw_logprobs: bool = False  # by the model's own logits; else by what the processors leave of them
+    top_logprobs: int | None = None  # the best so many besides the sampled token
+    prompt_logprobs: int | None = None  # the best so many besides the prompt's own token
+    output_logits: bool = False
+    output_scores: bool = False
 
 
 @dataclass
@@ -82,6 +88,12 @@ class GenerationOutput(_TransformersOutput):
     index: int = 0  # of its prompt in the inputs
     text: str | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or the end-of-sequence id that ended it
+    # by token id, best first, the chosen token always among them; of a prompt's first token nothing is known
+    top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    scores: tuple[Tensor, ...] | None = field(default=None, repr=False)  # `[V]` float32 each, as in `generate`
+    logits: tuple[Tensor, ...] | None = field(default=None, repr=False)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     exception: Exception | None = field(default=None, repr=False)  # `error` is its message
 
@@ -99,6 +111,9 @@ class Delta:
     text: str
     finish_reason: FinishReason | None = None
     error: str | None = None
+    logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+    stop_reason: str | int | None = None
 
 
 @dataclass(eq=False)
@@ -128,12 +143,17 @@ class Request:
     # by the engine
     token_ids: list[int] = field(init=False)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)  # from the second token on
+    scores: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
     timestamps: list[float] = field(default_factory=list)
     started: float | None = None
     first_token: float | None = None
     finished: float | None = None
     cancelled: bool = False
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
     exception: Exception | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
@@ -161,7 +181,13 @@ class Request:
     @property
     def max_tokens(self) -> int:
         """Most tokens it can ever have in the KV cache: its last one is never computed."""
-        return len(self.prompt_ids) + self.params.max_new_tokens - 1
+        return len(self.prompt_ids) + max(1, self.params.max_new_tokens) - 1
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are still to come: then every token of it has to be computed."""
+        wanted = self.params.prompt_logprobs is not None
+        return wanted and len(self.prompt_logprobs) < len(self.prompt_ids) - 1
 
 
 @dataclass

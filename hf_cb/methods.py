@@ -67,7 +67,8 @@ def generate_batch(
         warmup: without effect; nothing needs it.
         tokenizer: for text and chats.
         generation_kwargs: any `GenerationConfig` option, `seed`, `attention_mask`, `chat_template_kwargs`,
-            `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn`.
+            `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn`, `logprobs`, `prompt_logprobs`,
+            `logprobs_mode`, `include_stop_str_in_output`.
     """
 
     def call() -> dict[str, GenerationOutput]:

@@ -44,7 +44,8 @@ class LayerFacts:
 
 @dataclass
 class PlanPart:
-    """One request's share of a step: its next `num_tokens` tokens; `samples` rows of logits are wanted at its end."""
+    """One request's share of a step: its next `num_tokens` tokens. At its end, `samples` rows of logits are wanted, and
+    in front of these `prompt_rows`, for the log-probabilities of the prompt tokens that follow them."""
 
     request: Request
     start: int
@@ -52,6 +53,7 @@ class PlanPart:
     samples: int  # 0: a prompt chunk before the last; 1: usual; 1 + k: verifies k drafts
     drafts: list[int] = field(default_factory=list)
     was_decoding: bool = False
+    prompt_rows: int = 0
     new_blocks: list[tuple[int, int]] = field(default_factory=list)  # (group, block) taken for this part
     copies: list[tuple[int, int, int]] = field(default_factory=list)  # (group, source, destination): copy on write
     loads: list[tuple[int, int, int]] = field(default_factory=list)  # (group, host block, block)

@@ -52,6 +52,9 @@ def answers(rank: int, folder: str) -> dict[str, Any]:
     seen["overlapping"] = tokens(model.generate_batch(PROMPTS, greedy(), overlapping))
     sampled = greedy(do_sample=True, temperature=1.5, num_return_sequences=2)
     seen["sampled"] = tokens(model.generate_batch(PROMPTS[:3], sampled, seed=7))
+    told = model.generate_batch(PROMPTS, greedy(), CHUNKED, logprobs=2, prompt_logprobs=1, output_logits=True)
+    seen["prompt_logprobs"] = [r.prompt_logprobs for r in told.values()]
+    seen["logits"] = [[row.tolist() for row in r.logits] for r in told.values()]
     # the driver's prompts win
     seen["own prompts"] = tokens(model.generate_batch(PROMPTS[rank : rank + 2], greedy()))
     seen["stream"] = list(model.stream_batch(PROMPTS[:3], greedy()))

@@ -120,6 +120,30 @@ def test_log_probabilities_need_logits_which_are_recorded_apart() -> None:
     assert torch.allclose(torch.tensor(r.logprobs), torch.tensor(expected), atol=1e-4)
 
 
+def test_what_is_told_of_a_replay_outlives_the_next_one() -> None:
+    """Recorded results lie in a fixed place, and steps overlap."""
+    harness = Harness(make_model("Llama"), overlap=True)
+    harness.tokens(PROMPTS[:1])
+    params = SamplingParams(8, logprobs=True, top_logprobs=3, output_logits=True, output_scores=True)
+    requests = [Request(f"r{i}", p, params) for i, p in enumerate(PROMPTS[:3])]
+    for r in requests:
+        harness.engine.admit(r)
+    replays = harness.replays
+    while harness.engine.has_work:
+        harness.engine.step()
+    assert harness.replays > replays
+    for r in requests:
+        with torch.no_grad():
+            logits = harness.model(torch.tensor([r.token_ids])).logits[0, len(r.prompt_ids) - 1 : -1]
+        torch.testing.assert_close(torch.stack(r.logits), logits, atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.stack(r.scores), logits, atol=1e-4, rtol=0)
+        best = logits.log_softmax(-1).topk(3)
+        assert [list(told) for told in r.top_logprobs] == best.indices.tolist()
+        assert [list(told.values()) for told in r.top_logprobs] == [
+            pytest.approx(v, abs=1e-4) for v in best.values.tolist()
+        ]
+
+
 def test_a_hook_is_called_at_every_step() -> None:
     harness, seen = Harness(make_model("Llama")), []
     harness.tokens(PROMPTS[:1])

@@ -74,6 +74,17 @@ def test_each_rank_pages_its_own_heads_with_the_models_own_modules(seen) -> None
     assert "modules: the model's own (its weights are spread over several processes)" in explained
 
 
+def test_log_probabilities_are_those_of_the_whole_model(seen, want) -> None:
+    model = make_model("Llama")
+    for prompt, tokens, told, logits in zip(PROMPTS, want, seen[0]["prompt_logprobs"], seen[0]["logits"], strict=True):
+        with torch.no_grad():
+            rows = model(torch.tensor([prompt + tokens])).logits[0]
+        own = [found[i] for found, i in zip(told[1:], prompt[1:], strict=True)]
+        expected = rows.log_softmax(-1)[: len(own)].gather(1, torch.tensor(prompt[1:], dtype=torch.long)[:, None])[:, 0]
+        assert own == pytest.approx(expected.tolist(), abs=1e-4)
+        torch.testing.assert_close(torch.tensor(logits), rows[len(prompt) - 1 : -1], atol=1e-4, rtol=0)
+
+
 def test_the_driver_samples_as_ever(seen) -> None:
     model = hf_cb.accelerate(make_model("Llama"), modules="off")
     sampled = greedy(do_sample=True, temperature=1.5, num_return_sequences=2)

@@ -23,7 +23,9 @@ def build(
     parts = plan.parts
     counts, starts = [p.num_tokens for p in parts], [p.start for p in parts]
     seq_lens = [start + count for start, count in zip(starts, counts, strict=True)]
-    decodes = max(counts) == 1 and all(p.samples == 1 for p in parts)  # most steps: each part is one token and one row
+    decodes = max(counts) == 1 and all(
+        p.samples + p.prompt_rows == 1 for p in parts
+    )  # most steps: each part is one token and one row
     ids, carried = _ids(parts, unread)
     tables = [[p.request.tables[g] for p in parts] for g in range(num_groups)]
     flat, widths = zip(*map(_padded, tables), strict=True)
@@ -77,8 +79,8 @@ def _columns(parts: Sequence[PlanPart], flat: Sequence[list[int]], block_size: i
     cu_seqlens = np.zeros(len(parts) + 1, dtype=np.int64)
     np.cumsum(counts, out=cu_seqlens[1:])
     positions = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1] - [p.start for p in parts], counts)
-    samples = np.array([p.samples for p in parts], dtype=np.int64)
-    ends = np.repeat(cu_seqlens[1:] - samples, samples)  # first sampled row of each part, for each of its samples
+    samples = np.array([p.samples + p.prompt_rows for p in parts], dtype=np.int64)
+    ends = np.repeat(cu_seqlens[1:] - samples, samples)  # first wanted row of each part, for each of them
     rows = ends + np.arange(len(ends)) - np.repeat(np.cumsum(samples) - samples, samples)
     row_of_token, blocks, offsets = np.repeat(np.arange(len(parts)), counts), *divmod(positions, block_size)
     tables = [np.array(table, dtype=np.int64).reshape(len(parts), -1) for table in flat]

@@ -26,8 +26,11 @@ class Commits:
         self.runner = runner
         self.clock = clock
 
-    def part(self, part: PlanPart, sampled: Sequence[Sampled], now: float) -> Update | None:
-        """One request's share of a step; None if it had ended before this step was committed."""
+    def part(
+        self, part: PlanPart, sampled: Sequence[Sampled], now: float, scores: Sequence[dict[int, float]] = ()
+    ) -> Update | None:
+        """One request's share of a step, with the log-probabilities of its prompt's tokens that were asked for; None if
+        it had ended before this step was committed."""
         request, upto = part.request, part.start + part.num_tokens - len(part.drafts)
         if request.status is Status.FINISHED:
             return None
@@ -36,11 +39,16 @@ class Commits:
         if request.cancelled:
             self.finish(request, "cancelled")
             return Update(request, [])
+        if scores:  # sequences of one prompt share them, and may have computed some twice
+            first = upto - part.samples - part.prompt_rows
+            request.prompt_logprobs += scores[len(request.prompt_logprobs) - first :]
         new_ids: list[int] = []
         reason: FinishReason | None = None
         for i, found in enumerate(sampled):
             failure = found.exception
-            if failure is None:
+            if failure is None and not request.params.max_new_tokens:
+                reason = "length"  # only its prompt was wanted
+            elif failure is None:
                 new_ids.append(found.token_id)
                 try:
                     reason = self._append(request, found, now)
@@ -90,6 +98,8 @@ class Commits:
         request.token_ids.append(found.token_id)
         request.timestamps.append(now)
         request.first_token = now if request.first_token is None else request.first_token
-        if found.logprob is not None:
-            request.logprobs.append(found.logprob)
+        columns = (request.logprobs, request.top_logprobs, request.logits, request.scores)
+        for column, value in zip(columns, (found.logprob, found.top, found.logits, found.scores), strict=True):
+            if value is not None:
+                column.append(value)
         return check_stop(request, now)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_cb.core import Request
+from hf_cb.engine.logprobs import More, rows_that_tell, tell
 from hf_cb.engine.sampler import Drawing, Sampled, Sampler, drawn, is_plain, sample_row
 from hf_cb.kernels.reference.sampling import best_tokens
 from hf_cb.steps import PlanPart
@@ -34,12 +35,16 @@ class DeviceSampler(Sampler):
             return _drawing(logits, None, rows, counts)
         here = [i for i, (part, _) in enumerate(rows) if self._is_here(part.request)]
         if len(here) == len(rows):
-            return _drawing(*self._at_device(logits, rows), rows, counts)
+            tokens, logprobs = self._at_device(logits, rows)
+            telling = rows_that_tell(parts, here, {})
+            more = More(logits, telling, tokens[[row.number for row in telling]]) if telling else None
+            return _drawing(tokens, logprobs, rows, counts, more)
         found: dict[int, Sampled] = {}
         if here:
             chosen = [rows[i] for i in here]
             tokens, logprobs = self._at_device(logits[torch.tensor(here, device=logits.device)], chosen)
             found = dict(zip(here, _read(tokens, logprobs, chosen), strict=True))
+            tell(logits, parts, found)
         for i, (part, k) in enumerate(rows):
             if i not in found:
                 found[i] = sample_row(logits[i], part.request, part.request.token_ids + part.drafts[:k])
@@ -84,7 +89,11 @@ def _signed(seed: int) -> int:
 
 
 def _drawing(
-    tokens: Tensor, logprobs: Tensor | None, rows: list[tuple[PlanPart, int]], counts: Sequence[int]
+    tokens: Tensor,
+    logprobs: Tensor | None,
+    rows: list[tuple[PlanPart, int]],
+    counts: Sequence[int],
+    more: More | None = None,
 ) -> Drawing:
     """The copy to the host starts at once, and only `read` waits for it."""
     there = tokens.to("cpu", non_blocking=True, copy=True)
@@ -97,7 +106,10 @@ def _drawing(
     def read() -> list[list[Sampled]]:
         if done is not None:
             done.synchronize()
-        return _by_part(_read(there, values, rows), counts)
+        found = _read(there, values, rows)
+        if more is not None:
+            more.add_to(dict(enumerate(found)))
+        return _by_part(found, counts)
 
     return Drawing(tokens, read)
 

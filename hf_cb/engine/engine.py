@@ -24,6 +24,7 @@ from hf_cb.engine.device_sampler import sampler_for
 from hf_cb.engine.flight import InFlight
 from hf_cb.engine.kv_cache import KVCache
 from hf_cb.engine.limits import fit
+from hf_cb.engine.logprobs import Prompts, split
 from hf_cb.engine.recovery import Recovery
 from hf_cb.engine.runner import Runner
 from hf_cb.engine.sampler import Sampled, SamplingStep
@@ -168,12 +169,13 @@ class Engine:
             if flight.error is not None:
                 raise flight.error
             assert logits is not None
+            logits, flight.prompts = split(logits, flight.plan.parts)
             flight.sampled = self.sampler.sample(logits, flight.plan.parts)
             self.recovery.succeeded(self.config.max_batch_tokens)
         except Exception as error:
             if not self.recovers:
                 raise
-            flight.error = None
+            flight.error, flight.prompts = None, Prompts()
             flight.plan, flight.sampled = self._recover(flight.plan, error)
         flight.times += [self.clock()] * (5 - len(flight.times))
 
@@ -183,10 +185,11 @@ class Engine:
     @torch.no_grad()
     def commit(self, flight: InFlight) -> list[Update]:
         """Appends the sampled tokens, ends what is to end, gives blocks back, leaves a StepRecord."""
-        sampled = flight.read()
+        sampled, prompts = flight.read(), flight.prompts.read()
         began = self.clock()
         state = records.state_of(self.scheduler, self.recovery)
-        found = [self.commits.part(part, s, began) for part, s in zip(flight.plan.parts, sampled, strict=True)]
+        pairs = zip(flight.plan.parts, sampled, strict=True)
+        found = [self.commits.part(part, s, began, prompts.get(part.request, ())) for part, s in pairs]
         state |= {"step": self.num_steps, "commit_s": self.clock() - began, "sampled": sum(map(len, sampled))}
         self.records.append(records.record_of(flight.plan, flight.times, began, found, **state))
         self.num_steps += 1

@@ -80,10 +80,10 @@ class KVCache:
     def hit(self, request: Request) -> int:
         """Shares the longest known beginning of a request that holds nothing; returns its tokens.
 
-        At least one token is left to compute, since its logits are wanted.
+        At least one token is left to compute, since its logits are wanted; all are where every token's are.
         """
         most = self._begin_hash(request)
-        if not self.prefix_caching:
+        if not self.prefix_caching or request.scores_prompt:
             return 0
         found: list[dict[int, int | None]] = [{} for _ in self.groups]
 

@@ -34,7 +34,7 @@ def fit(request: Request, config: ResolvedConfig, kv: KVCache) -> int:
         )
     allowed = min(asked, config.max_model_len - prompt + 1)  # the last token is never fed back
     step = config.max_batch_tokens
-    needed = kv.blocks_for(prompt + allowed - 1, step)
+    needed = kv.blocks_for(prompt + max(1, allowed) - 1, step)
     if needed <= kv.pool.num_blocks:
         return allowed
     room = kv.longest_request(step, config.max_model_len)

@@ -32,6 +32,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def scores_prompts(self) -> bool:
+        """Whether it gives the logits of any row of a step, and not only of each request's last."""
+        ...
+
+    @property
     def device(self) -> torch.device: ...
 
     def forward(self, batch: StepBatch) -> Tensor:

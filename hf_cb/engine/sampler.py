@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_cb.core import Request
+from hf_cb.engine.logprobs import More, Row, tell, tells_more
 from hf_cb.errors import describe
 from hf_cb.kernels.cpu import library as lib
 from hf_cb.kernels.cpu import sampler as op
@@ -29,6 +30,9 @@ class Sampled:
     token_id: int
     logprob: float | None = None
     exception: Exception | None = None
+    top: dict[int, float] | None = None  # this and what follows: where the request asks for it
+    logits: Tensor | None = None
+    scores: Tensor | None = None
 
 
 @dataclass
@@ -63,7 +67,7 @@ class Sampler:
         self._workspace = lib.Workspace(found) if found else None
 
     def best_is_enough(self, parts: Sequence[PlanPart]) -> bool:
-        return all(is_plain(p.request) and not p.request.params.logprobs for p in parts if p.samples)
+        return all(_only_its_token(p) for p in parts)
 
     def sample(self, logits: Tensor, parts: Sequence[PlanPart]) -> list[list[Sampled]] | Drawing:
         if logits.dim() == 1:
@@ -89,13 +93,18 @@ class Sampler:
             draws = _draws(parts)
             scores = logits.float() if draws else logits
             tokens = op.sample(self._table, self._workspace, scores, draws, torch.get_num_threads()) if draws else []
-            return {d.row: drawn(token, p if d.logprobs else None) for d, (token, p) in zip(draws, tokens, strict=True)}
+            pairs = list(zip(draws, tokens, strict=True))
+            found = {d.row: drawn(t.token, t.logprob if d.logprobs else None) for d, t in pairs}
+            tell(scores, parts, found, {d.row: t.kept for d, t in pairs if not d.greedy})
+            return found
         rows = [part.request for part in parts for _ in range(part.samples)]
         plain = [i for i, request in enumerate(rows) if is_plain(request)]
         if not plain:
             return {}
         picked = logits if len(plain) == len(rows) else logits[torch.tensor(plain, device=logits.device)]
-        return dict(zip(plain, _greedy(picked, [rows[i] for i in plain]), strict=True))
+        found = dict(zip(plain, _greedy(picked, [rows[i] for i in plain]), strict=True))
+        tell(logits, parts, found)
+        return found
 
 
 def _draws(parts: Sequence[PlanPart]) -> list[op.Draw]:
@@ -119,6 +128,12 @@ def drawn(token: int, logprob: float | None) -> Sampled:
     if token >= 0:
         return Sampled(token, logprob)
     return Sampled(0, exception=_not_a_number() if token == op.NOT_A_NUMBER else _no_token())
+
+
+def _only_its_token(part: PlanPart) -> bool:
+    params = part.request.params
+    plain = is_plain(part.request) and not (params.logprobs or tells_more(params))
+    return not part.prompt_rows and (plain or not part.samples)
 
 
 def is_plain(request: Request) -> bool:
@@ -160,11 +175,15 @@ def sample_row(logits: Tensor, request: Request, ids: list[int]) -> Sampled:
         u = uniform(params.seed, len(ids))
         token = pick(scores[0], u) if params.do_sample else int(scores[0].argmax())
         logprob = float(scores[0, token] - scores[0].logsumexp(-1)) if params.logprobs else None
+        sampled = Sampled(token, logprob)
+        if tells_more(params):
+            row = Row(0, params, ids, scores=scores[0])
+            More(logits[None], [row], torch.tensor([token], device=logits.device)).add_to({0: sampled})
     except Exception as error:  # a request's own processor: it ends that request and nobody else's
         return Sampled(0, exception=error)
     except BaseException as error:  # this thread gets no signals: it is the processor's own
         return Sampled(0, exception=RuntimeError(f"A processor of this request raised {describe(error)}."))
-    return Sampled(token, logprob)
+    return sampled
 
 
 def _not_a_number() -> ValueError:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from hf_cb.core import Request, Status
 from hf_cb.engine.host_blocks import HostBlocks
 from hf_cb.engine.kv_cache import KVCache
+from hf_cb.engine.logprobs import prompt_rows
 from hf_cb.engine.pacing import Pacing
 from hf_cb.engine.shares import Shares
 from hf_cb.engine.speculation import DraftSource, NoDrafts
@@ -84,6 +85,8 @@ class Scheduler:
                 plan.bound_by = plan.bound_by or "tokens"
                 break
             room = shares.room(request)
+            if room == 0 and shares.rows == 0 and request.scores_prompt:
+                continue  # its turn comes in the next step
             if room == 0:  # prompts have had theirs
                 plan.bound_by = plan.bound_by or "tokens"
                 closed = True
@@ -136,8 +139,8 @@ class Scheduler:
         """Whether a fork's prompt is about to be computed by the request that it is a fork of."""
         source = request.fork_of
         return (
-            self.kv.forks
-            and source is not None
+            source is not None
+            and (self.kv.forks or source.scores_prompt)
             and source.status is not Status.FINISHED
             and source.pending > 0
             and not source.num_output
@@ -248,9 +251,10 @@ class Scheduler:
             was_decoding=request.is_decoding,
             new_blocks=allocation.new_blocks,
             copies=allocation.copies,
+            prompt_rows=prompt_rows(request, request.num_computed, count),
         )
 
 
 def _goes_on(request: Request) -> bool:
     """Whether a request will be alive after the steps that it is in, as far as is known before their tokens are."""
-    return not request.cancelled and request.num_output + request.ahead < request.params.max_new_tokens
+    return not request.cancelled and request.num_output + request.ahead < max(1, request.params.max_new_tokens)

@@ -5,20 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hf_cb.core import Request
+from hf_cb.engine.logprobs import SCORED_ROWS
 from hf_cb.steps import PlanPart
 
 
 @dataclass
 class Shares:
-    """What is left of a step's `tokens`, and of those the most that prompts may have; and who has got which part."""
+    """What is left of a step's `tokens`, the most of them that prompts may have, and of `rows` that score a prompt; and
+    who has got which part."""
 
     tokens: int
     prompt_tokens: int
+    rows: int = SCORED_ROWS  # of prompts whose every token is scored
     parts: dict[Request, PlanPart] = field(default_factory=dict)
 
     def room(self, request: Request) -> int:
         """Most tokens that this request may have."""
-        return self.tokens if request.is_decoding else min(self.tokens, self.prompt_tokens)
+        if request.is_decoding:
+            return self.tokens
+        most = min(self.tokens, self.prompt_tokens)
+        return min(most, self.rows) if request.scores_prompt else most
 
     def add(self, part: PlanPart) -> None:
         self.parts[part.request] = part
@@ -32,5 +38,6 @@ class Shares:
 
     def _count(self, part: PlanPart, sign: int) -> None:
         self.tokens += sign * part.num_tokens
+        self.rows += sign * part.prompt_rows
         if not part.was_decoding:
             self.prompt_tokens += sign * part.num_tokens

@@ -174,6 +174,7 @@ class NoModel:
     device = torch.device("cpu")
     shares_prefixes = True
     overlaps = False
+    scores_prompts = False
 
     def __init__(self, clock: SimulatedClock, step_time: StepTime) -> None:
         self.clock = clock

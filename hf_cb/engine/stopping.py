@@ -6,11 +6,15 @@ from hf_cb.core import FinishReason, Request
 
 
 def check_stop(request: Request, now: float) -> FinishReason | None:
-    """Why a request ends after its newest token, or None. Custom checks see prompt and output, as in `generate`."""
+    """Why a request ends after its newest token, or None. Custom checks see prompt and output, as in `generate`. What
+    has stopped it becomes its `stop_reason`; a stop string that is an end-of-sequence token too is the string."""
     params = request.params
+    for check in params.stop_checks:
+        if found := check(request.token_ids):
+            request.stop_reason = found if isinstance(found, str) else None
+            return "stop"
     if request.token_ids[-1] in params.eos_token_ids:
-        return "stop"
-    if any(check(request.token_ids) for check in params.stop_checks):
+        request.stop_reason = request.token_ids[-1]
         return "stop"
     if request.num_output >= params.max_new_tokens:
         return "length"

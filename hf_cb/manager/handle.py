@@ -11,16 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_cb.core import Delta, GenerationOutput, Request, RequestMetrics
 from hf_cb.errors import RequestFailedError
 from hf_cb.html import card, result_card, side_by_side
 from hf_cb.manager.mailbox import Mailbox, Waker
-from hf_cb.text.detokenizer import Detokenizer, decode
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from hf_cb.text.rendering import Rendering
 
 
 class Handle:
@@ -32,7 +29,7 @@ class Handle:
         drop: the same, called when the handle is gone; must take no lock, since that may happen anywhere.
         check: raises where waiting would never end.
         explain: says of one of its requests where the time went.
-        tokenizer: for text.
+        rendering: for text.
     """
 
     def __init__(
@@ -42,14 +39,14 @@ class Handle:
         drop: Callable[[], None],
         check: Callable[[], None],
         explain: Callable[[Request, GenerationOutput | None], str],
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        rendering: Rendering | None = None,
     ) -> None:
         self.mailbox = mailbox
         self._cancel = cancel
         self._drop = drop
         self._check = check
         self._explain = explain
-        self._tokenizer = tokenizer
+        self.rendering = rendering
 
     def __del__(self) -> None:
         if not self.mailbox.done:
@@ -167,8 +164,8 @@ class Handle:
     def _finished(self) -> list[GenerationOutput]:
         outputs = [s.output for s in self.mailbox.streams if s.output is not None]
         for output in outputs:
-            if output.text is None and self._tokenizer is not None:
-                output.text = decode(self._tokenizer, output.generated_tokens)
+            if output.text is None and self.rendering is not None:
+                output.text = self.rendering.text(output.prompt_ids, output.generated_tokens, output.stop_reason)
         return outputs
 
 
@@ -185,15 +182,15 @@ def _waking(mailbox: Mailbox) -> Iterator[asyncio.Event]:
 
 
 class Reader:
-    """One reader's place in a handle's streams, and its detokenizers."""
+    """One reader's place in a handle's streams, and their texts so far."""
 
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
         self.mailbox = handle.mailbox
         self.places = [0] * handle.num_sequences
         self.ended = [False] * handle.num_sequences
-        tokenizer = handle._tokenizer
-        self.detokenizers = [None if tokenizer is None else Detokenizer(tokenizer) for _ in self.places]
+        rendering, requests = handle.rendering, self.mailbox.requests
+        self.texts = [rendering.reader(r.prompt_ids) if rendering is not None else None for r in requests]
 
     @property
     def at_end(self) -> bool:
@@ -212,13 +209,23 @@ class Reader:
                 continue
             with self.mailbox.changed:
                 new, output = stream.token_ids[self.places[i] :], stream.output
-            self.places[i] += len(new)
-            detokenizer = self.detokenizers[i]
-            text = detokenizer.push(new) if detokenizer is not None else ""
+            since, self.places[i] = self.places[i], self.places[i] + len(new)
+            reader = self.texts[i]
+            text = reader.push(new) if reader is not None else ""
+            end: dict[str, Any] = {}
             if output is not None:
                 self.ended[i] = True
-                text += detokenizer.flush() if detokenizer is not None else ""
-            if output is not None:
-                yield Delta(stream.request_id, self.mailbox.index, new, text, output.finish_reason, output.error)
-            elif new:
-                yield Delta(stream.request_id, self.mailbox.index, new, text)
+                text += reader.end(output.stop_reason) if reader is not None else ""
+                names = ("finish_reason", "error", "stop_reason")
+                end = {name: getattr(output, name) for name in names}
+            if output is not None or new:
+                told = self._told(self.mailbox.requests[i], since, self.places[i])
+                yield Delta(stream.request_id, self.mailbox.index, new, text, **told, **end)
+
+    def _told(self, request: Request, since: int, upto: int) -> dict[str, Any]:
+        """What is told of these tokens; a step's are there before it is delivered."""
+        params = request.params
+        return {
+            "logprobs": request.logprobs[since:upto] if params.logprobs else None,
+            "top_logprobs": request.top_logprobs[since:upto] if params.top_logprobs is not None else None,
+        }

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from hf_cb.core import GenerationOutput, Request
 from hf_cb.errors import describe
@@ -85,6 +86,20 @@ def make_output(request: Request, error: BaseException | None = None) -> Generat
         lifespan=(request.started or -1, request.finished or (time.perf_counter() if error else -1)),
         timestamps=list(request.timestamps),
         finish_reason="error" if error is not None else request.finish_reason,
+        stop_reason=request.stop_reason,
+        **_told(request),
         metrics=request.metrics,
         exception=error if isinstance(error, Exception) else None,
     )
+
+
+def _told(request: Request) -> dict[str, Any]:
+    """What it has asked for besides tokens."""
+    params = request.params
+    scored = len(request.prompt_logprobs) >= len(request.prompt_ids) - 1
+    return {
+        "top_logprobs": list(request.top_logprobs) if params.top_logprobs is not None else None,
+        "prompt_logprobs": [None, *request.prompt_logprobs] if params.prompt_logprobs is not None and scored else None,
+        "scores": tuple(request.scores) if params.output_scores else None,
+        "logits": tuple(request.logits) if params.output_logits else None,
+    }

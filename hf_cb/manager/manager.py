@@ -150,7 +150,7 @@ class ContinuousBatchingManager(Showing, TransformersCalls, Recordable):
         mailbox = Mailbox(requests, index)
         cancel, drop = partial(self._post_cancel, requests), partial(self.loop.dropped.append, requests)
         # made first: if an interrupt comes before it is returned, it goes, and its requests with it
-        handle = Handle(mailbox, cancel, drop, self.loop.check_may_wait, self._why, recipe.tokenizer)
+        handle = Handle(mailbox, cancel, drop, self.loop.check_may_wait, self._why, recipe.rendering)
         self._enqueue(requests, mailbox, bounded=bounded, queue_wait=queue_wait)
         return handle
 

@@ -35,6 +35,11 @@ def make_requests(
         raise OptionError(f"request_id must be a string or None, not {request_id!r}.")
     _check_standing(priority, user)
     params = recipe.for_prompt(prompt_ids)
+    if params.prompt_logprobs is not None and not engine.runner.scores_prompts:
+        raise OptionError(
+            "prompt_logprobs needs the logits of every token of a prompt, and this model is not driven in a way that "
+            "gives them (see hf_cb.explain(model).path): call the model itself for them."
+        )
     in_queue = config.max_queue_time if max_queue_time is None else max_queue_time
     times = (_time_from_now("deadline", deadline), _time_from_now("max_queue_time", in_queue))
     first = Request(request_id or "", prompt_ids, params, priority, user, *times)
@@ -43,8 +48,9 @@ def make_requests(
     requests = [first]
     for i in range(1, recipe.num_return_sequences):
         own = recipe.for_prompt(prompt_ids, derive_seed(params.seed, i))
-        child = f"{first.request_id}__child#{i - 1}"
-        requests.append(Request(child, prompt_ids, own, priority, user, *times, fork_of=first))
+        child = Request(f"{first.request_id}__child#{i - 1}", prompt_ids, own, priority, user, *times, fork_of=first)
+        child.prompt_logprobs = first.prompt_logprobs  # its prompt is scored once
+        requests.append(child)
     return requests
 
 

@@ -39,7 +39,7 @@ class DenseModel:
         recompute: keep no cache, and compute the whole sequence for every token.
     """
 
-    shares_prefixes = overlaps = False
+    shares_prefixes = overlaps = scores_prompts = False
 
     def __init__(self, model: PreTrainedModel, batched: bool = False, recompute: bool = False) -> None:
         self.model = model

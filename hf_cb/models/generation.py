@@ -17,9 +17,13 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from hf_cb.core import SamplingParams, StopCheck
 from hf_cb.errors import OptionError, PromptError
+from hf_cb.models import result_options
 from hf_cb.models.device import device_of
 from hf_cb.models.options import check_refused, check_values, eos_ids
+from hf_cb.models.result_options import ResultOptions
 from hf_cb.text.media import TEXT_ONLY, media_inputs
+from hf_cb.text.rendering import Rendering
+from hf_cb.text.stop_strings import StopStrings
 from hf_cb.warpers import as_warpers
 
 if TYPE_CHECKING:
@@ -33,6 +37,7 @@ _PER_REQUEST = (
     "negative_prompt_ids",
     "negative_prompt_attention_mask",
     "seed",
+    *result_options.NAMES,
 )
 
 
@@ -45,13 +50,21 @@ class Recipe:
     extras: dict[str, Any] = field(default_factory=dict)
     tokenizer: PreTrainedTokenizerBase | None = None
     default_length: int = 0
-    logprobs: bool = False
+    results: ResultOptions = field(default_factory=ResultOptions)
+    stop_strings: StopStrings | None = None
     seed: int | None = None
     seeds: Iterator[int] | None = None  # for requests without a seed of their own
 
     @property
     def num_return_sequences(self) -> int:
         return self.config.num_return_sequences or 1
+
+    @property
+    def rendering(self) -> Rendering | None:
+        """How the answer becomes text; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return Rendering(self.tokenizer, None if self.results.include_stop_str_in_output else self.stop_strings)
 
     def longest_output(self, prompt_length: int) -> int:
         """How many tokens a prompt of this length may get, before any limit of model or cache."""
@@ -76,6 +89,8 @@ class Recipe:
         config.max_length = length + config.max_new_tokens
         if config.min_new_tokens is not None:
             config.min_length = length + config.min_new_tokens
+        if self.results.scores_only:
+            return SamplingParams(max_new_tokens=0, max_time=config.max_time, **self.results.params())
         process = self._processors(config, prompt_ids)
         own = config.do_sample and not self.extras.get("logits_processor")  # a caller's processor may change later
         return SamplingParams(
@@ -88,7 +103,7 @@ class Recipe:
             warpers=as_warpers(process or ()) if own else None,
             stop_checks=self._stop_checks(config),
             max_time=config.max_time,
-            logprobs=self.logprobs,
+            **self.results.params(),
         )
 
     def _seed(self) -> int:
@@ -115,11 +130,12 @@ class Recipe:
 
     def _stop_checks(self, config: GenerationConfig) -> tuple[StopCheck, ...]:
         config = copy.copy(config)
-        config.max_length = config.max_time = None  # the engine checks both itself, and eos
+        config.max_length = config.max_time = config.stop_strings = None  # checked in other ways, as eos is
         config._eos_token_tensor = None
         custom = StoppingCriteriaList(self.extras.get("stopping_criteria") or [])
         criteria = self.model._get_stopping_criteria(config, custom, tokenizer=self.tokenizer)
-        return tuple(_as_stop_check(c, device_of(self.model)) for c in criteria)
+        own = () if self.stop_strings is None else (self.stop_strings,)
+        return (*own, *(_as_stop_check(c, device_of(self.model)) for c in criteria))
 
 
 def make_recipe(
@@ -150,6 +166,7 @@ def make_recipe(
             raise OptionError(f"{name}= is an input of the model beside its text: use model.generate for it.")
         if name not in known:
             raise OptionError(f"Unknown option {name!r}: it is neither in GenerationConfig nor one of {_PER_REQUEST}.")
+    scores_only = result_options.take_scores_only(options, extras.get("prompt_logprobs"))
     check_values(options)
     for name in ("logits_processor", "stopping_criteria"):
         given = extras.get(name)
@@ -160,10 +177,15 @@ def make_recipe(
         raise OptionError(f"seed must be a whole number or None, not {own_seed!r}.")
     config = _merge(model, generation_config, options)
     check_refused(config)
-    if config.stop_strings is not None and tokenizer is None:
-        raise OptionError(f"stop_strings={config.stop_strings!r} needs a tokenizer: pass tokenizer=.")
+    stop_strings = None
+    if config.stop_strings is not None:
+        if tokenizer is None:
+            raise OptionError(f"stop_strings={config.stop_strings!r} needs a tokenizer: pass tokenizer=.")
+        stop_strings = StopStrings(tokenizer, config.stop_strings)
     config.eos_token_id = eos_ids(config.eos_token_id)
-    return Recipe(model, config, extras, tokenizer, default_length, logprobs, own_seed, seeds)
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    results = result_options.read(extras, config, vocab_size, logprobs, scores_only)
+    return Recipe(model, config, extras, tokenizer, default_length, results, stop_strings, own_seed, seeds)
 
 
 def _merge(model: PreTrainedModel, config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:

@@ -16,7 +16,7 @@ HONOURED = frozenset(
     | {"repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"}
     | {"bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"}
     | {"begin_suppress_tokens", "exponential_decay_length_penalty", "renormalize_logits", "remove_invalid_values"}
-    | {"guidance_scale", "watermarking_config", "num_return_sequences"}
+    | {"guidance_scale", "watermarking_config", "num_return_sequences", "output_scores", "output_logits"}
 )
 
 # Without meaning in continuous batching: accepted with any value, and no answer depends on them
@@ -26,6 +26,7 @@ NEUTRAL = frozenset(
     | {"decoder_start_token_id", "transformers_version", "early_stopping", "length_penalty", "is_assistant"}
     | {"num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"}
     | {"assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "max_matching_ngram_size"}
+    | {"return_dict_in_generate"}
 )
 
 # Refused unless they have the value that switches them off; so is any field that is in none of the three lists
@@ -44,9 +45,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "token_healing": (False,),
     "output_attentions": (False,),
     "output_hidden_states": (False,),
-    "output_scores": (False,),
-    "output_logits": (False,),
-    "return_dict_in_generate": (False,),
 }
 
 
@@ -75,7 +73,8 @@ def check_values(options: dict[str, Any]) -> None:
             raise OptionError(f"{name} must be a whole number, not {value!r}.")
         least = 1 if name in ("max_new_tokens", "max_length", "num_return_sequences") else 0
         if value < least:
-            raise OptionError(f"{name} must be at least {least}, not {value}.")
+            scores = " (0 with prompt_logprobs= scores a prompt)" if name == "max_new_tokens" else ""
+            raise OptionError(f"{name} must be at least {least}, not {value}{scores}.")
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", "max_time"):
         value = options.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value != value):

@@ -63,6 +63,8 @@ class PagedModel:
         self.rope = rope if rope.modules else None
         self._must_be_driven = trace.rotary | {id(m) for m in (found.modules if found else ())}
 
+    scores_prompts = True
+
     @property
     def device(self) -> torch.device:
         return device_of(self.model)

@@ -78,6 +78,10 @@ class LeadingRunner:
         return self.inner.overlaps
 
     @property
+    def scores_prompts(self) -> bool:
+        return self.inner.scores_prompts
+
+    @property
     def device(self) -> torch.device:
         return self.inner.device
 

@@ -94,6 +94,7 @@ struct Draw {
   int32_t greedy, logprobs;  // greedy: the first of the largest, and a logprob only where it is asked for
   int64_t token;             // or one of the two below
   double logprob;            // among the tokens that the filters leave
+  int64_t kept;              // how many these are; greedy ones leave it alone
 };
 enum NoToken : int64_t { NOT_A_NUMBER = -1, NO_TOKEN = -2 };  // NO_TOKEN: none has a probability above zero
 

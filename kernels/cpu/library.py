@@ -108,6 +108,7 @@ class Draw(Structure):
         *((name, c_int32) for name in ("greedy", "logprobs")),
         ("token", c_int64),
         ("logprob", c_double),
+        ("kept", c_int64),
     ]
 
 

@@ -28,6 +28,7 @@ class RowSampler {
     draw.token = NO_TOKEN;
     if (!(top - top == 0.f)) return;  // infinite, either way
     filter(draw);
+    draw.kept = count;
     pick(draw);
   }
 

@@ -26,10 +26,18 @@ class Draw(NamedTuple):
     logprobs: bool = False  # sampled rows get one in any case
 
 
+class Drawn(NamedTuple):
+    """A token, or one of the two above; its log-probability among those that are left, and how many these are."""
+
+    token: int
+    logprob: float
+    kept: int
+
+
 def sample(
     table: lib.Table, workspace: lib.Workspace, logits: Tensor, draws: Sequence[Draw], threads: int
-) -> list[tuple[int, float]]:
-    """A token for each draw from logits `[S, V]`, float32, and its log-probability among the tokens that are left.
+) -> list[Drawn]:
+    """A token for each draw from logits `[S, V]`, float32.
 
     A row's result depends on that row and its draw alone.
     """
@@ -42,4 +50,4 @@ def sample(
     rows = (lib.Draw * len(draws))(*draws)
     shape = (logits.stride(0), logits.shape[1])
     lib.check(table.sample(workspace.handle, logits.data_ptr(), *shape, rows, len(rows), threads))
-    return [(row.token, row.logprob) for row in rows]
+    return [Drawn(row.token, row.logprob, row.kept) for row in rows]

@@ -52,7 +52,7 @@ def warped(scores: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 def drawn(variant: str, scores: torch.Tensor, *us: float, threads: int = 1, **settings) -> list[int]:
     """One row's token for each of these uniform numbers."""
     draws = [Draw(0, u, **settings) for u in us]
-    return [token for token, _ in sample(table_of(variant), workspace(), scores[None], draws, threads)]
+    return [token for token, *_ in sample(table_of(variant), workspace(), scores[None], draws, threads)]
 
 
 def kept(variant: str, scores: torch.Tensor, **settings) -> set[int]:
@@ -77,10 +77,11 @@ def test_tokens_are_those_of_transformers_warpers(variant: str) -> None:
             us = [uniform(i, row) for row in range(len(x))]
             draws = [Draw(row, u, **settings) for row, u in enumerate(us)]
             got = sample(table_of(variant), workspace(), x, draws, 2)
-            for row, (token, logprob) in enumerate(got):
+            for row, (token, logprob, kept) in enumerate(got):
                 scores = warped(x[row], **settings)
                 want = pick(scores, us[row])
-                equal, total = equal + (token == want), total + 1
+                same = token == want and kept == int(scores.isfinite().sum())
+                equal, total = equal + same, total + 1
                 if token == want:
                     assert logprob == pytest.approx(float(scores.log_softmax(-1)[token]), abs=2e-5)
     assert equal >= 0.999 * total, f"{total - equal} of {total} differ"
@@ -159,8 +160,8 @@ def test_greedy_takes_the_first_of_the_largest(variant: str) -> None:
         x = logits(12, vocab, vocab)
         got = sample(table_of(variant), workspace(), x, [Draw(i, greedy=True, logprobs=True) for i in range(12)], 2)
         best = x.max(-1).values
-        assert [token for token, _ in got] == [int((x[i] == best[i]).nonzero()[0]) for i in range(12)]
-        assert [p for _, p in got] == pytest.approx((best - x.logsumexp(-1)).tolist(), abs=1e-5)
+        assert [token for token, *_ in got] == [int((x[i] == best[i]).nonzero()[0]) for i in range(12)]
+        assert [p for _, p, _ in got] == pytest.approx((best - x.logsumexp(-1)).tolist(), abs=1e-5)
 
 
 @each_variant
