@@ -32,7 +32,7 @@ class Handle:
         drop: the same, called when the handle is gone; must take no lock, since that may happen anywhere.
         check: raises where waiting would never end.
         explain: says of one of its requests where the time went.
-        tokenizer: for text.
+        tokenizer, skip_special_tokens: for text.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Handle:
         check: Callable[[], None],
         explain: Callable[[Request, GenerationOutput | None], str],
         tokenizer: PreTrainedTokenizerBase | None = None,
+        skip_special_tokens: bool = True,
     ) -> None:
         self.mailbox = mailbox
         self._cancel = cancel
@@ -50,6 +51,7 @@ class Handle:
         self._check = check
         self._explain = explain
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
 
     def __del__(self) -> None:
         if not self.mailbox.done:
@@ -168,7 +170,7 @@ class Handle:
         outputs = [s.output for s in self.mailbox.streams if s.output is not None]
         for output in outputs:
             if output.text is None and self._tokenizer is not None:
-                output.text = decode(self._tokenizer, output.generated_tokens)
+                output.text = decode(self._tokenizer, output.generated_tokens, self._skip_special_tokens)
         return outputs
 
 
@@ -192,8 +194,8 @@ class Reader:
         self.mailbox = handle.mailbox
         self.places = [0] * handle.num_sequences
         self.ended = [False] * handle.num_sequences
-        tokenizer = handle._tokenizer
-        self.detokenizers = [None if tokenizer is None else Detokenizer(tokenizer) for _ in self.places]
+        tokenizer, skip = handle._tokenizer, handle._skip_special_tokens
+        self.detokenizers = [None if tokenizer is None else Detokenizer(tokenizer, skip) for _ in self.places]
 
     @property
     def at_end(self) -> bool:

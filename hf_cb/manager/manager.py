@@ -90,7 +90,8 @@ class ContinuousBatchingManager(Showing, TransformersCalls, Recordable):
 
         Args:
             prompt: text, a chat, token ids, or what a tokenizer returns for one prompt.
-            generation_config, generation_kwargs: as for `model.generate`; `seed=` makes sampling repeatable.
+            generation_config, generation_kwargs: as for `model.generate`; `seed=` makes sampling repeatable; see
+                docs/sampling.md.
             request_id: `req_N` if None.
             priority: for the policy "priority": smaller is more important (vLLM's meaning).
             user: for the policy "fair": whose request it is.
@@ -150,7 +151,8 @@ class ContinuousBatchingManager(Showing, TransformersCalls, Recordable):
         mailbox = Mailbox(requests, index)
         cancel, drop = partial(self._post_cancel, requests), partial(self.loop.dropped.append, requests)
         # made first: if an interrupt comes before it is returned, it goes, and its requests with it
-        handle = Handle(mailbox, cancel, drop, self.loop.check_may_wait, self._why, recipe.tokenizer)
+        text = (recipe.tokenizer, recipe.own.skip_special_tokens)
+        handle = Handle(mailbox, cancel, drop, self.loop.check_may_wait, self._why, *text)
         self._enqueue(requests, mailbox, bounded=bounded, queue_wait=queue_wait)
         return handle
 

@@ -34,6 +34,7 @@ def make_requests(
     if request_id is not None and not isinstance(request_id, str):
         raise OptionError(f"request_id must be a string or None, not {request_id!r}.")
     _check_standing(priority, user)
+    prompt_ids = recipe.truncated(prompt_ids)
     params = recipe.for_prompt(prompt_ids)
     in_queue = config.max_queue_time if max_queue_time is None else max_queue_time
     times = (_time_from_now("deadline", deadline), _time_from_now("max_queue_time", in_queue))

@@ -108,6 +108,9 @@ class Draw(Structure):
         *((name, c_int32) for name in ("greedy", "logprobs")),
         ("token", c_int64),
         ("logprob", c_double),
+        *((name, c_void_p) for name in ("repeated", "banned", "added", "amounts")),
+        *((name, c_int64) for name in ("num_repeated", "num_banned", "num_added")),
+        ("repetition", c_float),
     ]
 
 
