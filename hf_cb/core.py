@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from transformers.generation.continuous_batching.requests import GenerationOutput as _TransformersOutput
 
 from hf_cb.html import result_card
+from hf_cb.penalties import Penalties, TokenCounts
 from hf_cb.warpers import Warpers
 
 if TYPE_CHECKING:
@@ -53,9 +54,11 @@ class SamplingParams:
     length_is_given: bool = True  # False: nobody set a length, so the KV cache may cut it short
     eos_token_ids: frozenset[int] = frozenset()
     do_sample: bool = False
-    seed: int = 0  # matters only if `do_sample`, as `warpers`
+    seed: int = 0  # matters only if `do_sample`
     process: LogitsProcess | None = None  # None: the raw logits decide
-    warpers: Warpers | None = None  # what `process` does, where they can say it
+    penalties: Penalties | None = None  # what `process` does, first these and then the warpers, where they can say it
+    warpers: Warpers | None = None
+    takes_drafts: bool = True  # False: `process` keeps a state, so it must be asked once for each token
     stop_checks: tuple[StopCheck, ...] = ()
     max_time: float | None = None  # seconds since submission
     logprobs: bool = False
@@ -140,6 +143,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     epoch: int = 0
     regime: Hashable = None
+    token_counts: TokenCounts | None = None  # by the sampler
     # by the engine
     token_ids: list[int] = field(init=False)
     logprobs: list[float] = field(default_factory=list)

@@ -8,7 +8,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the ground up. A room imports from the floors below it and from itself.
 FLOORS = (
-    {"kernels", "arrivals", "core", "steps", "config", "sizes", "errors", "html", "seeds", "warpers", "policies"},
+    {
+        "kernels",
+        "arrivals",
+        "core",
+        "steps",
+        "config",
+        "sizes",
+        "errors",
+        "html",
+        "penalties",
+        "policies",
+        "seeds",
+        "warpers",
+    },
     {"attention", "modules", "text", "metrics"},
     {"models"},
     {"engine"},

@@ -92,7 +92,8 @@ class Commits:
         self.scheduler.remove(request)
         self.runner.forget(request)
         # processors may hold much, and a handle may keep the request for long
-        request.params = replace(request.params, process=None, stop_checks=())
+        request.params = replace(request.params, process=None, penalties=None, stop_checks=())
+        request.token_counts = None
 
     def _append(self, request: Request, found: Sampled, now: float) -> FinishReason | None:
         request.token_ids.append(found.token_id)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hf_cb.core import Request
 from hf_cb.engine.logprobs import More, rows_that_tell, tell
-from hf_cb.engine.sampler import Drawing, Sampled, Sampler, drawn, is_plain, sample_row
+from hf_cb.engine.penalising import penalised
+from hf_cb.engine.sampler import Drawing, Sampled, Sampler, drawn, edits_of, is_plain, sample_row
 from hf_cb.kernels.reference.sampling import best_tokens
 from hf_cb.steps import PlanPart
 
@@ -19,7 +20,8 @@ Draw = Callable[..., tuple[Tensor, Tensor]]
 
 
 class DeviceSampler(Sampler):
-    """Greedy rows, and with `draw` those with the four common warpers, are sampled where the logits are.
+    """Greedy rows, and with `draw` those with the four common warpers, are sampled where the logits are, after their
+    penalties.
 
     Rows with other processors are sampled one by one: which way a row goes depends on its own request alone.
     """
@@ -52,10 +54,13 @@ class DeviceSampler(Sampler):
 
     def _is_here(self, request: Request) -> bool:
         params = request.params
-        return is_plain(request) or (self._draw is not None and params.do_sample and params.warpers is not None)
+        return is_plain(request) or (params.warpers is not None and (self._draw is not None or not params.do_sample))
 
     def _at_device(self, logits: Tensor, rows: list[tuple[PlanPart, int]]) -> tuple[Tensor, Tensor | None]:
-        if all(is_plain(part.request) for part, _ in rows):
+        edits = [edits_of(part, i) for part, i in rows]
+        if any(edits):
+            logits = penalised(logits, edits)
+        if not any(part.request.params.do_sample for part, _ in rows):
             return _greedy(logits, any(part.request.params.logprobs for part, _ in rows))
         assert self._draw is not None
         return self._draw(logits, *_settings(rows, logits.device))

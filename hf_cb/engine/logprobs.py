@@ -128,7 +128,7 @@ def rows_that_tell(parts: Sequence[PlanPart], among: Container[int], kept: Mappi
         request, params = part.request, part.request.params
         if tells_more(params):
             numbers = [(number + i, part.drafts[:i]) for i in range(part.samples) if number + i in among]
-            left = {} if params.raw_logprobs else kept
+            left = {} if params.raw_logprobs or params.penalties is not None else kept
             rows += [Row(n, params, request.token_ids + drafts, left.get(n)) for n, drafts in numbers]
         number += part.samples
     return rows

@@ -1,5 +1,5 @@
 """From logits to tokens: greedy rows all at once, every other row by its request's own processors; on a CPU with
-compiled kernels, rows with no more than the four common warpers in the same call as the greedy ones.
+compiled kernels, rows with no more than penalties and the four common warpers in the same call as the greedy ones.
 
 A sampled token depends on the scores, the request's seed and its position, and on nothing else: one uniform number is
 computed from seed and position, so a request's tokens survive any batching, preemption or late commit.
@@ -19,6 +19,7 @@ from hf_cb.engine.logprobs import More, Row, tell, tells_more
 from hf_cb.errors import describe
 from hf_cb.kernels.cpu import library as lib
 from hf_cb.kernels.cpu import sampler as op
+from hf_cb.penalties import Edits, TokenCounts
 from hf_cb.seeds import uniform
 from hf_cb.steps import PlanPart
 
@@ -112,15 +113,26 @@ def _draws(parts: Sequence[PlanPart]) -> list[op.Draw]:
     row = 0
     for part in parts:
         request, params = part.request, part.request.params
-        for place in range(len(request.token_ids), len(request.token_ids) + part.samples):
+        for i in range(part.samples):
             if is_plain(request):
                 draws.append(op.Draw(row, greedy=True, logprobs=params.logprobs))
-            elif params.do_sample and params.warpers is not None:
-                w = params.warpers
-                u = uniform(params.seed, place)
-                draws.append(op.Draw(row, u, w.top_p, w.min_p, w.top_k, w.temperature, logprobs=params.logprobs))
+            elif params.warpers is not None:
+                w, greedy = params.warpers, not params.do_sample
+                u = 0.0 if greedy else uniform(params.seed, len(request.token_ids) + i)
+                settings = (u, w.top_p, w.min_p, w.top_k, w.temperature, greedy, params.logprobs)
+                draws.append(op.Draw(row, *settings, *(edits_of(part, i) or ())))
             row += 1
     return draws
+
+
+def edits_of(part: PlanPart, i: int) -> Edits | None:
+    """What the request's penalties do to its i-th row; None if it has none."""
+    request = part.request
+    if request.params.penalties is None:
+        return None
+    if request.token_counts is None:
+        request.token_counts = TokenCounts(request.params.penalties, len(request.prompt_ids))
+    return request.token_counts.edits(request.token_ids, part.drafts[:i])
 
 
 def drawn(token: int, logprob: float | None) -> Sampled:

@@ -232,7 +232,7 @@ class Scheduler:
         """This request's share of at most `left` tokens, with the blocks for it; None if they are not to be had."""
         drafts: list[int] = []
         count = min(request.pending, left)
-        if request.is_decoding:
+        if request.is_decoding and request.params.takes_drafts:
             room = min(left - 1, request.max_tokens - len(request.token_ids))
             drafts = self.drafts.propose(request, room)[:room] if room > 0 else []
         elif request.pending > 1:

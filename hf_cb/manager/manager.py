@@ -90,7 +90,8 @@ class ContinuousBatchingManager(Showing, TransformersCalls, Recordable):
 
         Args:
             prompt: text, a chat, token ids, or what a tokenizer returns for one prompt.
-            generation_config, generation_kwargs: as for `model.generate`; `seed=` makes sampling repeatable.
+            generation_config, generation_kwargs: as for `model.generate`; `seed=` makes sampling repeatable; see
+                docs/sampling.md.
             request_id: `req_N` if None.
             priority: for the policy "priority": smaller is more important (vLLM's meaning).
             user: for the policy "fair": whose request it is.

@@ -34,6 +34,7 @@ def make_requests(
     if request_id is not None and not isinstance(request_id, str):
         raise OptionError(f"request_id must be a string or None, not {request_id!r}.")
     _check_standing(priority, user)
+    prompt_ids = recipe.truncated(prompt_ids)
     params = recipe.for_prompt(prompt_ids)
     if params.prompt_logprobs is not None and not engine.runner.scores_prompts:
         raise OptionError(

@@ -13,18 +13,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteriaList
 
 from hf_cb.core import SamplingParams, StopCheck
 from hf_cb.errors import OptionError, PromptError
 from hf_cb.models import result_options
 from hf_cb.models.device import device_of
-from hf_cb.models.options import check_refused, check_values, eos_ids
+from hf_cb.models.options import check_refused, check_values, check_words, eos_ids
+from hf_cb.models.own_options import OwnOptions
+from hf_cb.models.processors import check_extras, make_processors, take_drafts
 from hf_cb.models.result_options import ResultOptions
+from hf_cb.penalties import Penalties
 from hf_cb.text.media import TEXT_ONLY, media_inputs
 from hf_cb.text.rendering import Rendering
 from hf_cb.text.stop_strings import StopStrings
-from hf_cb.warpers import as_warpers
+from hf_cb.warpers import as_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -54,6 +57,7 @@ class Recipe:
     stop_strings: StopStrings | None = None
     seed: int | None = None
     seeds: Iterator[int] | None = None  # for requests without a seed of their own
+    own: OwnOptions = field(default_factory=OwnOptions)
 
     @property
     def num_return_sequences(self) -> int:
@@ -64,13 +68,18 @@ class Recipe:
         """How the answer becomes text; None without a tokenizer."""
         if self.tokenizer is None:
             return None
-        return Rendering(self.tokenizer, None if self.results.include_stop_str_in_output else self.stop_strings)
+        cut_at = None if self.results.include_stop_str_in_output else self.stop_strings
+        return Rendering(self.tokenizer, cut_at, self.own.skip_special_tokens)
 
     def longest_output(self, prompt_length: int) -> int:
         """How many tokens a prompt of this length may get, before any limit of model or cache."""
         if self.config.max_new_tokens is not None:
             return self.config.max_new_tokens
         return (self.config.max_length or self.default_length + 1) - prompt_length
+
+    def truncated(self, prompt_ids: list[int]) -> list[int]:
+        """What `truncate_prompt_tokens` leaves of a prompt."""
+        return self.own.truncated(prompt_ids, self.default_length - (self.config.max_new_tokens or 1))
 
     def for_prompt(self, prompt_ids: Sequence[int], seed: int | None = None) -> SamplingParams:
         """What a request for this prompt asks; `seed` for one of several sequences.
@@ -91,16 +100,19 @@ class Recipe:
             config.min_length = length + config.min_new_tokens
         if self.results.scores_only:
             return SamplingParams(max_new_tokens=0, max_time=config.max_time, **self.results.params())
-        process = self._processors(config, prompt_ids)
-        own = config.do_sample and not self.extras.get("logits_processor")  # a caller's processor may change later
+        process = make_processors(self.model, config, prompt_ids, self.extras, self.own.penalties)
+        custom = bool(self.extras.get("logits_processor"))  # a caller's processor may change later
+        penalties, warpers = (None if custom else as_numbers(process, length)) or (None, None)
         return SamplingParams(
             max_new_tokens=max(1, config.max_new_tokens),
             length_is_given=given,
             eos_token_ids=frozenset(config.eos_token_id or ()),
             do_sample=bool(config.do_sample),
             seed=(self._seed() if seed is None else seed) if config.do_sample else 0,
-            process=process,
-            warpers=as_warpers(process or ()) if own else None,
+            process=process or None,
+            penalties=None if penalties == Penalties() else penalties,
+            warpers=warpers,
+            takes_drafts=take_drafts(process, self.extras),
             stop_checks=self._stop_checks(config),
             max_time=config.max_time,
             **self.results.params(),
@@ -112,21 +124,6 @@ class Recipe:
         if self.seeds is not None:
             return next(self.seeds)
         return int(torch.randint(2**63 - 1, ()))  # so that set_seed() before a call repeats it
-
-    def _processors(self, config: GenerationConfig, prompt_ids: Sequence[int]) -> LogitsProcessorList | None:
-        device = device_of(self.model)
-        options = {k: self.extras.get(k) for k in ("prefix_allowed_tokens_fn", "logits_processor")}
-        options |= {k: self.extras.get(k) for k in ("negative_prompt_ids", "negative_prompt_attention_mask")}
-        self.model._prepare_special_tokens(config, True, device=device, batch_size=1)
-        processors = self.model._get_logits_processor(
-            generation_config=config,
-            input_ids_seq_length=len(prompt_ids),
-            encoder_input_ids=torch.tensor([list(prompt_ids)], device=device),
-            device=device,
-            model_kwargs={},
-            **options,
-        )
-        return processors if len(processors) else None
 
     def _stop_checks(self, config: GenerationConfig) -> tuple[StopCheck, ...]:
         config = copy.copy(config)
@@ -155,7 +152,8 @@ def make_recipe(
     """
     if generation_config is not None and not isinstance(generation_config, GenerationConfig):
         raise OptionError(f"generation_config must be a GenerationConfig, not {type(generation_config).__name__}.")
-    options = dict(options)
+    options, vocab_size = dict(options), vocab_of(model)
+    own = OwnOptions.take(options, vocab_size)
     extras = {name: options.pop(name) for name in _PER_REQUEST if name in options}
     known = vars(GenerationConfig())
     media = media_inputs(options)
@@ -165,13 +163,10 @@ def make_recipe(
         if name not in known and name in inspect.signature(model.forward).parameters:
             raise OptionError(f"{name}= is an input of the model beside its text: use model.generate for it.")
         if name not in known:
-            raise OptionError(f"Unknown option {name!r}: it is neither in GenerationConfig nor one of {_PER_REQUEST}.")
+            names = (*_PER_REQUEST, *OwnOptions.__dataclass_fields__)
+            raise OptionError(f"Unknown option {name!r}: it is neither in GenerationConfig nor one of {names}.")
     scores_only = result_options.take_scores_only(options, extras.get("prompt_logprobs"))
     check_values(options)
-    for name in ("logits_processor", "stopping_criteria"):
-        given = extras.get(name)
-        if given is not None and not (isinstance(given, (list, tuple)) and all(callable(g) for g in given)):
-            raise OptionError(f"{name} must be a list of callables, not {given!r}.")
     own_seed = extras.pop("seed", None)
     if own_seed is not None and (isinstance(own_seed, bool) or not hasattr(own_seed, "__index__")):
         raise OptionError(f"seed must be a whole number or None, not {own_seed!r}.")
@@ -182,10 +177,18 @@ def make_recipe(
         if tokenizer is None:
             raise OptionError(f"stop_strings={config.stop_strings!r} needs a tokenizer: pass tokenizer=.")
         stop_strings = StopStrings(tokenizer, config.stop_strings)
-    config.eos_token_id = eos_ids(config.eos_token_id)
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    config.eos_token_id = None if own.ignore_eos else eos_ids(config.eos_token_id)
+    check_extras(model, config, extras, vocab_size)
+    make_processors(model, copy.copy(config), [0], extras)  # to find what it refuses before anything runs
+    check_words(config, vocab_size)
     results = result_options.read(extras, config, vocab_size, logprobs, scores_only)
-    return Recipe(model, config, extras, tokenizer, default_length, results, stop_strings, own_seed, seeds)
+    return Recipe(model, config, extras, tokenizer, default_length, results, stop_strings, own_seed, seeds, own)
+
+
+def vocab_of(model: PreTrainedModel) -> int:
+    """How many tokens the model has a score for."""
+    head = model.get_output_embeddings()
+    return (head if head is not None else model.get_input_embeddings()).weight.shape[0]
 
 
 def _merge(model: PreTrainedModel, config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
@@ -194,9 +197,14 @@ def _merge(model: PreTrainedModel, config: GenerationConfig | None, options: dic
     length_is_set = any(v is not None for v in where_set)
     # the config and separate options together are fine here, and transformers would warn about it
     given = copy.deepcopy(config) if config is not None else GenerationConfig()
-    given.update(**options)
-    check_values({k: v for k, v in vars(given).items() if v is not None})
-    merged, _ = model._prepare_generation_config(given)
+    try:
+        given.update(**options)
+        check_values({k: v for k, v in vars(given).items() if v is not None})
+        merged, _ = model._prepare_generation_config(given)
+    except OptionError:
+        raise
+    except ValueError as error:  # options that do not go together
+        raise OptionError(str(error)) from error
     if not length_is_set:
         merged.max_length = None
     return merged

@@ -29,6 +29,8 @@ NEUTRAL = frozenset(
     | {"return_dict_in_generate"}
 )
 
+_BEAMS = "there is no beam search: each sequence goes on by itself"
+_DRAFTS = "drafts are the engine's choice and not a request's"
 # Refused unless they have the value that switches them off; so is any field that is in none of the three lists
 REFUSED: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
@@ -45,6 +47,19 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "token_healing": (False,),
     "output_attentions": (False,),
     "output_hidden_states": (False,),
+}
+
+WHY_REFUSED: dict[str, str] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "diversity_penalty", "constraints", "force_words_ids"), _BEAMS),
+    "penalty_alpha": "contrastive search looks at hidden states of several continuations",
+    "dola_layers": "it needs the hidden states of inner layers, and steps do not keep them",
+    "use_mtp": "a model's own heads for several tokens are not driven",
+    **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_early_exit", "speculation_type"), _DRAFTS),
+    "token_healing": "it would change the prompt's ids",
+    **dict.fromkeys(("output_attentions", "output_hidden_states"), "steps keep no such tensors"),
+    "output_scores": "results do not have them",
+    "output_logits": "results do not have them",
+    "return_dict_in_generate": "results have a class of their own",
 }
 
 
@@ -83,6 +98,10 @@ def check_values(options: dict[str, Any]) -> None:
         raise OptionError(f"max_time must be more than 0 seconds, not {options['max_time']!r}.")
 
 
+def _because(name: str) -> str:
+    return f" ({WHY_REFUSED[name]})" if name in WHY_REFUSED else ""
+
+
 def check_refused(config: GenerationConfig) -> None:
     for name in vars(GenerationConfig()):
         value = getattr(config, name, None)
@@ -90,5 +109,20 @@ def check_refused(config: GenerationConfig) -> None:
             continue
         if value not in REFUSED.get(name, ()):
             raise OptionError(
-                f"{name}={value!r} is not supported by hf_cb: use model.generate for it, or leave it unset."
+                f"{name}={value!r} is not supported by hf_cb{_because(name)}: use model.generate for it, or leave it "
+                f"unset."
             )
+
+
+def check_words(config: GenerationConfig, vocab_size: int) -> None:
+    """Raises OptionError for words with tokens that the model does not have."""
+    bias = config.sequence_bias
+    words = {
+        "bad_words_ids": config.bad_words_ids or (),
+        "sequence_bias": [word for word, _ in (bias.items() if isinstance(bias, dict) else bias or ())],
+    }
+    for name, given in words.items():
+        for word in given:
+            for token in word if isinstance(word, (list, tuple)) else ():
+                if isinstance(token, int) and token >= vocab_size:
+                    raise OptionError(f"{name} has token {token}, and the model's end at {vocab_size - 1}.")

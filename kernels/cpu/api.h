@@ -84,7 +84,8 @@ struct Step {
   int64_t* best;   // [S] where logits is nullptr: the largest one's index, -1 if one is NaN
 };
 
-// One row of logits to draw from, and what was drawn.
+// One row of logits to draw from, and what was drawn. The lists of tokens are applied before all else, in this order;
+// tokens outside the vocabulary are passed over, and in `repeated` and `added` each stands once at most.
 struct Draw {
   int64_t row;
   double uniform;       // in [0, 1)
@@ -95,6 +96,12 @@ struct Draw {
   int64_t token;             // or one of the two below
   double logprob;            // among the tokens that the filters leave
   int64_t kept;              // how many these are; greedy ones leave it alone
+  const int32_t* repeated;  // whose scores are divided by the penalty, or multiplied where they are negative
+  const int32_t* banned;    // whose scores become -infinity
+  const int32_t* added;     // to whose scores an amount is added
+  const float* amounts;
+  int64_t num_repeated, num_banned, num_added;
+  float repetition;
 };
 enum NoToken : int64_t { NOT_A_NUMBER = -1, NO_TOKEN = -2 };  // NO_TOKEN: none has a probability above zero
 
@@ -110,6 +117,6 @@ struct Table {
   void (*embed)(int32_t dtype, const Linear*, const int64_t* ids, int64_t count, void* out, int32_t threads);
   int32_t (*attend)(Workspace*, const Attention*, int32_t threads);
   int32_t (*step)(Workspace*, const Model*, const Step*, int32_t threads);
-  int32_t (*sample)(Workspace*, const float* logits, int64_t row_stride, int64_t vocab, Draw*, int64_t count,
+  int32_t (*sample)(Workspace*, float* logits, int64_t row_stride, int64_t vocab, Draw*, int64_t count,
                     int32_t threads);
 };

@@ -109,6 +109,9 @@ class Draw(Structure):
         ("token", c_int64),
         ("logprob", c_double),
         ("kept", c_int64),
+        *((name, c_void_p) for name in ("repeated", "banned", "added", "amounts")),
+        *((name, c_int64) for name in ("num_repeated", "num_banned", "num_added")),
+        ("repetition", c_float),
     ]
 
 

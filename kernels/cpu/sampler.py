@@ -1,9 +1,10 @@
-"""Sampling on a CPU: temperature, top-k, top-p and min-p as `generate` has them, all rows in one call."""
+"""Sampling on a CPU: penalties, temperature, top-k, top-p and min-p as `generate` has them, all rows in one call."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +12,16 @@ from torch import Tensor
 from hf_cb.kernels.cpu import library as lib
 
 NOT_A_NUMBER, NO_TOKEN = -1, -2  # in place of a token: a score is NaN; no token has a probability above zero
+_INTS, _FLOATS = array("i"), array("f")
 
 
 class Draw(NamedTuple):
-    """What one row is drawn with. `greedy`: the first of the largest, and the rest is ignored but `logprobs`."""
+    """What one row is drawn with. `greedy`: the first of the largest, and the filters are ignored.
+
+    The lists are of tokens (int32) and float32 amounts; tokens that the vocabulary does not have are passed over. First
+    the scores of those `repeated` are divided by `repetition`, or multiplied if they are negative; then those `banned`
+    become -infinity; then the amounts are `added`. A row with any of these is for one draw only.
+    """
 
     row: int
     uniform: float = 0.0  # in [0, 1)
@@ -24,6 +31,11 @@ class Draw(NamedTuple):
     temperature: float = 1.0
     greedy: bool = False
     logprobs: bool = False  # sampled rows get one in any case
+    repetition: float = 1.0
+    repeated: array[int] = _INTS
+    banned: array[int] = _INTS
+    added: array[int] = _INTS
+    amounts: array[float] = _FLOATS
 
 
 class Drawn(NamedTuple):
@@ -39,7 +51,7 @@ def sample(
 ) -> list[Drawn]:
     """A token for each draw from logits `[S, V]`, float32.
 
-    A row's result depends on that row and its draw alone.
+    A row's result depends on that row and its draw alone. The logits are afterwards what they were.
     """
     if logits.dtype != torch.float32 or logits.dim() != 2 or not logits.shape[1]:
         raise ValueError(f"float32 logits [S, V] are wanted, not {logits.dtype} {tuple(logits.shape)}.")
@@ -47,7 +59,18 @@ def sample(
         raise IndexError(f"A draw is from none of the {logits.shape[0]} rows.")
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    rows = (lib.Draw * len(draws))(*draws)
+    rows = (lib.Draw * len(draws))(*map(_as_struct, draws))
     shape = (logits.stride(0), logits.shape[1])
     lib.check(table.sample(workspace.handle, logits.data_ptr(), *shape, rows, len(rows), threads))
     return [Drawn(row.token, row.logprob, row.kept) for row in rows]
+
+
+def _as_struct(draw: Draw) -> tuple[Any, ...]:
+    plain = draw[:8]
+    if not (draw.repeated or draw.banned or draw.added):
+        return plain
+    if len(draw.added) != len(draw.amounts):
+        raise ValueError(f"{len(draw.added)} tokens are to be added to, and there are {len(draw.amounts)} amounts.")
+    lists = (draw.repeated, draw.banned, draw.added, draw.amounts)
+    pointers = [a.buffer_info()[0] for a in lists]
+    return (*plain, 0, 0.0, 0, *pointers, *map(len, lists[:3]), draw.repetition)

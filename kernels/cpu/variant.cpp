@@ -71,7 +71,7 @@ int32_t step(Workspace* ws, const Model* model, const Step* work, int32_t thread
   });
 }
 
-int32_t sample(Workspace* ws, const float* logits, int64_t row_stride, int64_t vocab, Draw* draws, int64_t count,
+int32_t sample(Workspace* ws, float* logits, int64_t row_stride, int64_t vocab, Draw* draws, int64_t count,
                int32_t threads) {
   return sample_rows(*ws, logits, row_stride, vocab, draws, count, threads);
 }

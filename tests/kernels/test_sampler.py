@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from array import array
 
 import pytest
 import torch
@@ -165,6 +166,38 @@ def test_greedy_takes_the_first_of_the_largest(variant: str) -> None:
 
 
 @each_variant
+@pytest.mark.parametrize("kind", ["repeated", "added", "banned"])
+def test_changed_scores_are_exact_and_taken_back(variant: str, kind: str) -> None:
+    """A token of which the score is changed, beside one with just that score, the next higher, or the next lower."""
+    torch.manual_seed(0)
+    for trial in range(40):
+        x, changed, factor = torch.randn(99) * 3, 17 + trial, 1.0 + trial / 7
+        before = x[changed].clone()
+        if kind == "repeated":
+            want = x[changed] * factor if x[changed] < 0 else x[changed] / factor
+            lists = {"repetition": factor, "repeated": array("i", [98, changed, 500, -1])}
+            x[98] = -INF
+        elif kind == "added":
+            want = x[changed] + torch.tensor(factor)
+            lists = {"added": array("i", [500, changed]), "amounts": array("f", [9.0, factor])}
+        else:
+            want = torch.tensor(-INF)
+            lists = {"banned": array("i", [changed, changed, 99])}
+        x[x >= want] = -60.0
+        x[[3, 97]] = -70.0
+        near = (want, want.nextafter(torch.tensor(INF)), want.nextafter(torch.tensor(-INF)))
+        for place, other in itertools.product((3, 97), near):
+            row = x.clone()
+            row[changed] = before
+            row[place] = other
+            after = row.clone()
+            after[changed] = want
+            assert drawn(variant, row, 0.5, greedy=True, **lists) == [int(after.argmax())]
+            assert row[changed] == before
+            assert drawn(variant, row, 0.5, **lists) == drawn(variant, after, 0.5)
+
+
+@each_variant
 def test_a_row_does_not_depend_on_the_rows_beside_it_or_on_the_threads(variant: str) -> None:
     x, table, scratch = logits(len(SETTINGS), 3001), table_of(variant), workspace()
     draws = [Draw(row, uniform(1, row), **settings) for row, settings in enumerate(SETTINGS)]
@@ -185,5 +218,7 @@ def test_no_rows_and_wrong_ones() -> None:
     assert sample(table, scratch, torch.zeros(0, 5), [], 2) == []
     with pytest.raises(IndexError):
         sample(table, scratch, torch.zeros(2, 5), [Draw(2)], 1)
+    with pytest.raises(ValueError, match="1 tokens.*0 amounts"):
+        sample(table, scratch, torch.zeros(1, 5), [Draw(0, added=array("i", [1]))], 1)
     with pytest.raises(ValueError, match="float32"):
         sample(table, scratch, torch.zeros(2, 5, dtype=torch.bfloat16), [Draw(0)], 1)
