@@ -141,6 +141,8 @@ def page() -> str:
         "",
         *meanings(),
         *honoured(small, examples.OWN),
+        "What is told besides tokens, `logprobs` and its like, and where text ends: [results.md](results.md).",
+        "",
     ]
     return "\n".join(parts)
 

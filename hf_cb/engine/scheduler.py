@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from hf_cb.core import Request, Status
 from hf_cb.engine.host_blocks import HostBlocks
 from hf_cb.engine.kv_cache import KVCache
-from hf_cb.engine.logprobs import prompt_rows
+from hf_cb.engine.logprobs import SCORED_ROWS, prompt_rows
 from hf_cb.engine.pacing import Pacing
 from hf_cb.engine.shares import Shares
 from hf_cb.engine.speculation import DraftSource, NoDrafts
@@ -70,7 +70,7 @@ class Scheduler:
         if only is not None:
             policy = Continuous()  # these are to run now, whatever is usual
         allowed = budget or self.config.max_batch_tokens
-        shares = Shares(allowed, self._prompt_tokens(allowed))
+        shares = Shares(allowed, self._prompt_tokens(allowed), SCORED_ROWS)
         closed = False  # no new request may start
         unasked = len(situation.running)
         for request in policy.order(situation):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hf_cb.core import Request
-from hf_cb.engine.logprobs import SCORED_ROWS
 from hf_cb.steps import PlanPart
 
 
@@ -16,7 +15,7 @@ class Shares:
 
     tokens: int
     prompt_tokens: int
-    rows: int = SCORED_ROWS  # of prompts whose every token is scored
+    rows: int  # of prompts whose every token is scored
     parts: dict[Request, PlanPart] = field(default_factory=dict)
 
     def room(self, request: Request) -> int:

@@ -57,9 +57,6 @@ WHY_REFUSED: dict[str, str] = {
     **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_early_exit", "speculation_type"), _DRAFTS),
     "token_healing": "it would change the prompt's ids",
     **dict.fromkeys(("output_attentions", "output_hidden_states"), "steps keep no such tensors"),
-    "output_scores": "results do not have them",
-    "output_logits": "results do not have them",
-    "return_dict_in_generate": "results have a class of their own",
 }
 
 

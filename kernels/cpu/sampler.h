@@ -60,6 +60,7 @@ class RowSampler {
     top /= temperature;
     draw.token = NO_TOKEN;
     if (!(top - top == 0.f)) return;  // infinite, either way
+    draw.kept = vocab;
     if (draw.top_p >= 1 && !(draw.min_p > 0) && !(draw.top_k > 0 && draw.top_k < vocab)) return pick_of_all(draw);
     filter(draw);
     draw.kept = count;
