@@ -5,11 +5,12 @@ Everything that is not known to be the same is left to the original loop, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -21,9 +22,6 @@ from hf_cb.manager.thread import in_generation_thread
 from hf_cb.models.device import device_of
 from hf_cb.models.plan import model_length
 from hf_cb.models.sharding import is_sharded
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _CACHES = ("past_key_values", "cache", "cache_params")
 # Other inputs that `generate` adds by itself, or that steer only its own loop
@@ -127,30 +125,26 @@ def _model(call: Call) -> Iterator[str]:
     model = call.model
     if getattr(model.prepare_inputs_for_generation, "__func__", None) is not type(model).prepare_inputs_for_generation:
         yield "prepare_inputs_for_generation was replaced (prompt tuning does that)"
-    if is_sharded(model):
+    if distributed.is_available() and distributed.is_initialized() and is_sharded(model):
         yield "the model is spread over several processes"
-    hook = next(_hooks(model), None)
-    if hook is not None:
-        yield f"a hook watches the model ({getattr(hook, '__qualname__', type(hook).__name__)})"
-    what = next(filter(None, map(_random_in_training, model.modules())), None)
-    if what is not None:
-        yield f"the model is in training mode, and {what} is at work"
+    for hook in _active((torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)):
+        yield f"a hook watches all modules ({hook})"
+    for module in model.modules():
+        for hook in _active((module._forward_hooks, module._forward_pre_hooks)):
+            yield f"a hook watches the model ({hook})"
+        if module.training and (what := _random_in_training(module)) is not None:
+            yield f"the model is in training mode, and {what} is at work"
 
 
-def _hooks(model: PreTrainedModel) -> Iterator[Callable[..., Any]]:
-    """Forward hooks would see a step's tokens of many requests at once. transformers' own record only if asked."""
-    everywhere = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
-    of_modules = (hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks) if hooks)
-    for hooks in (*everywhere, *of_modules):
-        for hook in hooks.values():
-            if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
-                yield hook
+def _active(hooks: Iterable[dict[int, Any]]) -> Iterator[str]:
+    """A forward hook would see the tokens of many requests at once. transformers' own record only if asked."""
+    for hook in itertools.chain.from_iterable(d.values() for d in hooks if d):
+        if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
+            yield getattr(hook, "__qualname__", type(hook).__name__)
 
 
 def _random_in_training(module: nn.Module) -> str | None:
-    """What makes this module's outputs other ones than in `eval()`, while it is in training mode."""
-    if not module.training:
-        return None
+    """What makes the outputs of a module in training mode other ones than in `eval()`."""
     name = type(module).__name__
     if isinstance(module, _DropoutNd):
         return name if module.p > 0 else None
