@@ -165,8 +165,13 @@ def destroy_cached_continuous_batching_manager(settings: Settings, self: Any) ->
     following.shared(self, "destroy_cached_continuous_batching_manager", lambda: kept.drop_kept_manager(self))
 
 
-def decode(settings: Settings, self: Any, original: Callable[[], Any], input_ids: Any, /, **given: Any) -> Any:
-    """The decoding loop of `generate`, as it calls it; `original` is transformers' own, on the same arguments."""
+def decode(
+    settings: Settings, self: Any, reason: str | None, original: Callable[[], Any], input_ids: Any, /, **given: Any
+) -> Any:
+    """A decoding loop of `generate`, as it calls it. `original` is transformers' own, on the same arguments; `reason`
+    says why this one is left to it."""
+    if reason is not None:
+        return routing.leave(reason, original)
     names = {"logits_processor": "processors", "stopping_criteria": "criteria", "generation_config": "config"}
     names |= {"synced_gpus": "synced_gpus", "streamer": "streamer"}
     own = {ours: given.pop(theirs) for theirs, ours in names.items() if theirs in given}

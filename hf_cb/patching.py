@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-_LOOP = "_sample"  # of `generate`, for greedy decoding and sampling: it has checked and built everything by then
+# The decoding loops of `generate`, which has checked and built everything by then, with the reason not to route one
+_LOOPS = {"_sample": None, "_beam_search": "beam search", "_assisted_decoding": "assisted decoding"}
 _lock = threading.Lock()
 _dead: list[int] = []  # accelerated models that were collected, and are still counted as users
 _patched: Settings | None = None
@@ -213,19 +214,25 @@ def _route_generate(wanted: bool) -> None:
     """Puts our decoding loop in the place of `generate`'s own while models are accelerated, or takes it out."""
     from transformers import GenerationMixin
 
-    if wanted and _LOOP not in _originals:
-        original = _originals[_LOOP] = vars(GenerationMixin)[_LOOP]
+    for name, reason in _LOOPS.items():
+        if wanted and name not in _originals:
+            _originals[name] = vars(GenerationMixin)[name]
+            setattr(GenerationMixin, name, _loop(_originals[name], reason))
+        elif not wanted and name in _originals:
+            setattr(GenerationMixin, name, _originals.pop(name))
 
-        @functools.wraps(original)
-        def loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-            settings = _accelerated.get(self)
-            if settings is None or len(args) != 1:
-                return original(self, *args, **kwargs)
-            return decode(settings, self, lambda: original(self, *args, **kwargs), *args, **kwargs)
 
-        setattr(GenerationMixin, _LOOP, loop)
-    elif not wanted and _LOOP in _originals:
-        setattr(GenerationMixin, _LOOP, _originals.pop(_LOOP))
+def _loop(original: Any, reason: str | None) -> Any:
+    """A decoding loop, on accelerated models by the engine, or with the reason why it is not."""
+
+    @functools.wraps(original)
+    def loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = _accelerated.get(self)
+        if settings is None:
+            return original(self, *args, **kwargs)
+        return decode(settings, self, reason, lambda: original(self, *args, **kwargs), *args, **kwargs)
+
+    return loop
 
 
 def _dispatch(name: str, method: Any, original: Any) -> Any:

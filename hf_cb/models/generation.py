@@ -234,6 +234,8 @@ def missing(model_class: type) -> list[str]:
             "synced_gpus",
             "streamer",
         ),
+        "_beam_search": (),
+        "_assisted_decoding": (),
         "_prepare_position_ids_for_generation": ("inputs_tensor", "model_kwargs"),
     }
     gone = []

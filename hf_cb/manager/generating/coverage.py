@@ -5,9 +5,7 @@ Everything that is not known to be the same is left to the original loop, which 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, distributed, nn
@@ -20,6 +18,7 @@ from hf_cb.manager.generating.call import Call
 from hf_cb.manager.generating.rows import looks_across_rows
 from hf_cb.manager.thread import in_generation_thread
 from hf_cb.models.device import device_of
+from hf_cb.models.guard import effective
 from hf_cb.models.plan import model_length
 from hf_cb.models.sharding import is_sharded
 
@@ -127,20 +126,12 @@ def _model(call: Call) -> Iterator[str]:
         yield "prepare_inputs_for_generation was replaced (prompt tuning does that)"
     if distributed.is_available() and distributed.is_initialized() and is_sharded(model):
         yield "the model is spread over several processes"
-    for hook in _active((torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)):
-        yield f"a hook watches all modules ({hook})"
+    everywhere = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
     for module in model.modules():
-        for hook in _active((module._forward_hooks, module._forward_pre_hooks)):
-            yield f"a hook watches the model ({hook})"
+        for hook in effective((*everywhere, module._forward_hooks, module._forward_pre_hooks)):
+            yield f"a hook watches the model ({getattr(hook, '__qualname__', type(hook).__name__)})"
         if module.training and (what := _random_in_training(module)) is not None:
             yield f"the model is in training mode, and {what} is at work"
-
-
-def _active(hooks: Iterable[dict[int, Any]]) -> Iterator[str]:
-    """A forward hook would see the tokens of many requests at once. transformers' own record only if asked."""
-    for hook in itertools.chain.from_iterable(d.values() for d in hooks if d):
-        if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
-            yield getattr(hook, "__qualname__", type(hook).__name__)
 
 
 def _random_in_training(module: nn.Module) -> str | None:

@@ -39,6 +39,11 @@ def generate(call: Call, original: Callable[[], Any]) -> Any:
             return _output(call, _run(call))
         except _LeftToOriginal as left:
             reason = str(left)
+    return leave(reason, original)
+
+
+def leave(reason: str, original: Callable[[], Any]) -> Any:
+    """The original loop, for this reason."""
     logger.debug("model.generate runs in its own loop: %s", reason)
     return original()
 
