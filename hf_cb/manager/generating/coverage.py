@@ -15,6 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import DynamicCache
 
 from hf_cb.manager.generating.call import Call
+from hf_cb.manager.generating.padding import changes_answers, crosses
 from hf_cb.manager.generating.rows import looks_across_rows
 from hf_cb.manager.thread import in_generation_thread
 from hf_cb.models.device import device_of
@@ -67,7 +68,7 @@ def _inputs(call: Call) -> Iterator[str]:
     if call.model.config.is_encoder_decoder:
         yield "an encoder-decoder model"
     for name, value in call.inputs.items():
-        if value is not None and name not in _NEUTRAL | _CHECKED:
+        if value is not None and not (isinstance(value, dict) and not value) and name not in _NEUTRAL | _CHECKED:
             yield f"{name}= is given"
     for name in _CACHES:
         cache = call.inputs.get(name)
@@ -94,6 +95,10 @@ def _padding(call: Call) -> Iterator[str]:
         yield "attention_mask has holes"
     if not _positions_are_usual(call):
         yield "position_ids= are given"
+    if any(call.padding) and call.num_rows > 1 and crosses(call.model, call.width + call.max_new_tokens):
+        yield "the longest row scales the rotary embeddings of all"
+    if any(call.padding) and changes_answers(call.model):
+        yield "this model answers otherwise with padding than without"
 
 
 def _positions_are_usual(call: Call) -> bool:
