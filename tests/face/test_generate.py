@@ -121,6 +121,19 @@ def test_seeds(models, ways) -> None:
     assert ways.take() == []
 
 
+@pytest.mark.parametrize("options", [GREEDY, GREEDY | dict(do_sample=True, top_k=1)], ids=["greedy", "sampled"])
+def test_scores_and_logits(models, ways, options: dict[str, Any]) -> None:
+    asked = dict(return_dict_in_generate=True, output_scores=True, output_logits=True, repetition_penalty=1.3)
+    for inputs, more in ((padded(PROMPTS[:1]), dict(eos_token_id=EOS)), (padded(), dict(eos_token_id=None))):
+        want, got = (model.generate(**inputs, **options | asked | more) for model in models)
+        assert same(got, want) and len(got.scores) == len(want.scores) == len(got.logits)
+        for name in ("scores", "logits"):
+            torch.testing.assert_close(getattr(got, name), getattr(want, name), atol=1e-4, rtol=1e-4)
+    plain, ours = (m.generate(**padded(), **GREEDY, return_dict_in_generate=True, output_scores=False) for m in models)
+    assert plain.scores is None and ours.scores is None and ours.logits is None
+    assert ways.take() == []
+
+
 class Recorder(StoppingCriteria):
     """Stops each row at a token of its own, remembers that per row as evaluation harnesses do, and keeps what it saw.
 

@@ -89,7 +89,11 @@ CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "positions": (with_positions, "position_ids= are given"),
     "holes": (with_holes, "holes"),
     "right padding": (lambda m: m.generate(**padded(side="right"), **GREEDY), "padded on its right"),
-    "scores": (options(return_dict_in_generate=True, output_scores=True), "output_scores=True"),
+    "scores of rows that end": (options(return_dict_in_generate=True, output_scores=True), "rows that have ended"),
+    "watched scores": (
+        options(return_dict_in_generate=True, output_logits=True, eos_token_id=None, max_time=99.0),
+        "criteria that may look",
+    ),
     "attentions": (options(return_dict_in_generate=True, output_attentions=True), "output_attentions=True"),
     "guidance": (options(guidance_scale=1.5), "guidance_scale=1.5"),
     "past the positions": (options(max_new_tokens=250), "may become 261 tokens long.*up to 256"),

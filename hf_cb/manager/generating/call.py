@@ -92,6 +92,10 @@ class Call:
         tensor = self.config._pad_token_tensor
         return None if tensor is None else int(tensor.item())
 
+    def wants(self, output: str) -> bool:
+        """Whether `output_scores`, `output_logits`, ... is asked for, where it can be returned."""
+        return bool(self.config.return_dict_in_generate and getattr(self.config, output))
+
     @property
     def is_watched(self) -> bool:
         """Whether somebody wants to see the tokens of each step: a streamer, or a criterion that the engine does not

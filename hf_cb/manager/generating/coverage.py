@@ -54,10 +54,14 @@ def _options(call: Call) -> Iterator[str]:
         yield f"cache_implementation={config.cache_implementation!r} is asked for"
     if config.guidance_scale not in (None, 1):
         yield f"guidance_scale={config.guidance_scale} runs the model in the middle of a step"
-    if config.return_dict_in_generate:
-        for name in ("output_attentions", "output_hidden_states", "output_scores", "output_logits"):
-            if getattr(config, name):
-                yield f"{name}=True"
+    for name in ("output_attentions", "output_hidden_states"):
+        if call.wants(name):
+            yield f"{name}=True"
+    for name in ("output_scores", "output_logits"):
+        if call.wants(name) and call.num_rows > 1 and call.pads_finished_rows:
+            yield f"{name}=True of several rows: generate has them of rows that have ended, too"
+        if call.wants(name) and call.is_watched:
+            yield f"{name}=True beside a streamer or criteria that may look at them"
     if call.max_new_tokens < 1:
         yield "no criterion says how long it may become"
     if call.pads_finished_rows and call.pad_token_id is None:

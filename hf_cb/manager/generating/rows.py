@@ -92,6 +92,8 @@ class RowRecipe(Recipe):
             do_sample=bool(config.do_sample),
             seed=(self._seed() if seed is None else seed) if config.do_sample else 0,
             process=process,
+            output_scores=call.wants("output_scores"),
+            output_logits=call.wants("output_logits"),
             warpers=_warpers(process) if config.do_sample else None,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -36,7 +36,7 @@ def generate(call: Call, original: Callable[[], Any]) -> Any:
     reason = _refused.get(call.model) or why_not(call)
     if reason is None:
         try:
-            return _output(call, _run(call))
+            return _run(call)
         except _LeftToOriginal as left:
             reason = str(left)
     return leave(reason, original)
@@ -57,11 +57,7 @@ class _LeftToOriginal(Exception):
     """The engine does not take a call that looked covered; nobody has seen a token of it. The message says why."""
 
 
-def _output(call: Call, sequences: Tensor) -> Any:
-    return GenerateDecoderOnlyOutput(sequences=sequences) if call.config.return_dict_in_generate else sequences
-
-
-def _run(call: Call) -> Tensor:
+def _run(call: Call) -> Any:
     with ExitStack() as stack:
         try:
             manager = stack.enter_context(open_for(call))
@@ -74,7 +70,10 @@ def _run(call: Call) -> Tensor:
         try:
             for first in range(0, call.num_rows, call.rows_per_prompt):
                 handles.append(_submit(call, manager, first))
-            return _watched(call, manager, handles) if call.is_watched else _unwatched(call, handles)
+            if call.is_watched:
+                return _as_asked(call, _watched(call, manager, handles))
+            outputs = _finished(call, handles)
+            return _as_asked(call, _padded(call, outputs), outputs)
         finally:
             for handle in handles:
                 if not handle.done:
@@ -89,15 +88,30 @@ def _submit(call: Call, manager: ContinuousBatchingManager, first: int) -> Handl
         raise _LeftToOriginal(str(error)) from error
 
 
-def _unwatched(call: Call, handles: list[Handle]) -> Tensor:
+def _finished(call: Call, handles: list[Handle]) -> list[GenerationOutput]:
     outputs = [output for handle in handles for output in handle.outputs()]
     for output in outputs:
         if output.finish_reason not in ("stop", "length"):
             _fail(call, output)
+    return outputs
+
+
+def _padded(call: Call, outputs: list[GenerationOutput]) -> Tensor:
     longest = max(len(output.generated_tokens) for output in outputs)
     rows = [o.generated_tokens + [call.pad_token_id] * (longest - len(o.generated_tokens)) for o in outputs]
     new = torch.tensor(rows, dtype=call.input_ids.dtype, device=call.input_ids.device)
     return torch.cat([call.input_ids, new], dim=1)
+
+
+def _as_asked(call: Call, sequences: Tensor, outputs: Sequence[GenerationOutput] = ()) -> Any:
+    if not call.config.return_dict_in_generate:
+        return sequences
+    found: dict[str, Any] = {}
+    for name in ("scores", "logits"):
+        rows = [getattr(output, name) for output in outputs if getattr(output, name) is not None]
+        if rows:  # as many steps in each: coverage sees to it
+            found[name] = tuple(torch.stack(step).to(sequences.device) for step in zip(*rows, strict=True))
+    return GenerateDecoderOnlyOutput(sequences=sequences, **found)
 
 
 def _watched(call: Call, manager: ContinuousBatchingManager, handles: list[Handle]) -> Tensor:
