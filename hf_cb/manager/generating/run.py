@@ -116,8 +116,13 @@ def _as_asked(call: Call, sequences: Tensor, outputs: Sequence[GenerationOutput]
 
 def _watched(call: Call, manager: ContinuousBatchingManager, handles: list[Handle]) -> Tensor:
     news: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def wake() -> None:
+        if news.empty():  # one wake for a step's news of all rows
+            news.put(None)
+
     for handle in handles:
-        handle.mailbox.add_waker((None, lambda: news.put(None)))
+        handle.mailbox.add_waker((None, wake))
     requests = [request for handle in handles for request in handle.mailbox.requests]
     streams = [stream for handle in handles for stream in handle.mailbox.streams]
     try:
