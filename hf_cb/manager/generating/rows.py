@@ -25,7 +25,8 @@ from transformers import (
 
 from hf_cb.core import SamplingParams
 from hf_cb.models.generation import Recipe
-from hf_cb.warpers import Warpers, as_warpers
+from hf_cb.penalties import Penalties
+from hf_cb.warpers import as_numbers
 
 if TYPE_CHECKING:
     from hf_cb.manager.generating.call import Call
@@ -86,6 +87,11 @@ class RowRecipe(Recipe):
     def for_prompt(self, prompt_ids: Any, seed: int | None = None) -> SamplingParams:
         call, config = self._call, self._call.config
         process = row_process(call, next(self._rows))
+        known = not any(map(looks_across_rows, call.processors))
+        numbers = (
+            as_numbers(process or (), len(prompt_ids)) if known and not isinstance(process, _OnPaddedRow) else None
+        )
+        penalties, warpers = numbers or (None, None)
         return SamplingParams(
             max_new_tokens=call.max_new_tokens,
             eos_token_ids=call.eos_token_ids,
@@ -94,12 +100,10 @@ class RowRecipe(Recipe):
             process=process,
             output_scores=call.wants("output_scores"),
             output_logits=call.wants("output_logits"),
-            warpers=_warpers(process) if config.do_sample else None,
+            penalties=None if penalties == Penalties() else penalties,
+            warpers=warpers,
+            takes_drafts=known,
         )
-
-
-def _warpers(process: LogitsProcessorList | _OnPaddedRow | None) -> Warpers | None:
-    return None if isinstance(process, _OnPaddedRow) else as_warpers(process or ())
 
 
 def row_process(call: Call, row: int) -> LogitsProcessorList | _OnPaddedRow | None:
