@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from hf_cb.config import EngineConfig
 from hf_cb.core import Delta, GenerationOutput
 from hf_cb.manager import calls, following, kept, session
+from hf_cb.manager.generating import run as routing
+from hf_cb.manager.generating.call import Call
 from hf_cb.manager.manager import ContinuousBatchingManager
 from hf_cb.text.media import media_inputs
 
@@ -161,6 +163,19 @@ def continuous_batching_context_manager(
 def destroy_cached_continuous_batching_manager(settings: Settings, self: Any) -> None:
     """Destroys the kept manager and frees its cache."""
     following.shared(self, "destroy_cached_continuous_batching_manager", lambda: kept.drop_kept_manager(self))
+
+
+def decode(
+    settings: Settings, self: Any, reason: str | None, original: Callable[[], Any], input_ids: Any, /, **given: Any
+) -> Any:
+    """A decoding loop of `generate`, as it calls it. `original` is transformers' own, on the same arguments; `reason`
+    says why this one is left to it."""
+    if reason is not None:
+        return routing.leave(reason, original)
+    names = {"logits_processor": "processors", "stopping_criteria": "criteria", "generation_config": "config"}
+    names |= {"synced_gpus": "synced_gpus", "streamer": "streamer"}
+    own = {ours: given.pop(theirs) for theirs, ours in names.items() if theirs in given}
+    return routing.generate(Call(self, input_ids, inputs=given, options=settings.config, **own), original)
 
 
 METHODS = {

@@ -20,7 +20,8 @@ from hf_cb.config import EngineConfig
 from hf_cb.errors import IncompatibleTransformersError, OptionError
 from hf_cb.manager import explain as explaining
 from hf_cb.manager import following, kept
-from hf_cb.methods import METHODS, NEW, Settings
+from hf_cb.manager.generating.run import forget_refusal
+from hf_cb.methods import METHODS, NEW, Settings, decode
 from hf_cb.models import generation, stack
 from hf_cb.models.support import check_supported
 from hf_cb.modules.wanted import want
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+# The decoding loops of `generate`, which has checked and built everything by then, with the reason not to route one
+_LOOPS = {"_sample": None, "_beam_search": "beam search", "_assisted_decoding": "assisted decoding"}
 _lock = threading.Lock()
 _dead: list[int] = []  # accelerated models that were collected, and are still counted as users
 _patched: Settings | None = None
@@ -72,7 +75,8 @@ def unpatch() -> None:
 def accelerate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any
 ) -> PreTrainedModel:
-    """This model batches through hf_cb from now on; returns it. Calling it again changes tokenizer and options.
+    """This model batches through hf_cb from now on, and so does its `generate`, wherever the answers are the same
+    (docs/generate.md); returns it. Calling it again changes tokenizer and options.
 
     Args:
         tokenizer: for prompts that are text or chats, and for text in results; the model's own folder has it if None.
@@ -89,6 +93,7 @@ def accelerate(
             _finalizers[id(model)] = weakref.finalize(model, _bury, id(model))
             _finalizers[id(model)].atexit = False
         _accelerated[model] = settings
+        forget_refusal(model)
         want(model, settings.config.modules or "fused")
     return model
 
@@ -138,6 +143,7 @@ def _forget_the_dead() -> None:
     while _dead:
         del _finalizers[_dead.pop()]
         _release()
+    _route_generate(bool(_finalizers))
 
 
 def _settings_of(model: Any) -> Settings | None:
@@ -202,6 +208,31 @@ def _uninstall() -> None:
             setattr(mixin, name, _originals.pop(name))
         else:
             delattr(mixin, name)
+
+
+def _route_generate(wanted: bool) -> None:
+    """Puts our decoding loop in the place of `generate`'s own while models are accelerated, or takes it out."""
+    from transformers import GenerationMixin
+
+    for name, reason in _LOOPS.items():
+        if wanted and name not in _originals:
+            _originals[name] = vars(GenerationMixin)[name]
+            setattr(GenerationMixin, name, _loop(_originals[name], reason))
+        elif not wanted and name in _originals:
+            setattr(GenerationMixin, name, _originals.pop(name))
+
+
+def _loop(original: Any, reason: str | None) -> Any:
+    """A decoding loop, on accelerated models by the engine, or with the reason why it is not."""
+
+    @functools.wraps(original)
+    def loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = _accelerated.get(self)
+        if settings is None:
+            return original(self, *args, **kwargs)
+        return decode(settings, self, reason, lambda: original(self, *args, **kwargs), *args, **kwargs)
+
+    return loop
 
 
 def _dispatch(name: str, method: Any, original: Any) -> Any:

@@ -1,6 +1,7 @@
 """Managers that are kept with their model from one session to the next.
 
-They hang on the model itself, under transformers' own name, so that they go when it goes.
+They hang on the model itself, so that they go when it goes: the one that a user keeps under transformers' own name, and
+beside it the one that the model's `generate` calls share.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
 
     from hf_cb.manager.manager import ContinuousBatchingManager
 
-_NAME = "_cached_continuous_batching_manager"  # transformers' own name for it
+SESSIONS = "_cached_continuous_batching_manager"  # transformers' own name for it
+GENERATE = "_hf_cb_generate_manager"
 _models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
@@ -30,25 +32,32 @@ class _Kept:
         return _Kept, ()
 
 
-def kept_manager(model: PreTrainedModel) -> ContinuousBatchingManager | None:
+def kept_manager(model: PreTrainedModel, name: str = SESSIONS) -> ContinuousBatchingManager | None:
     """The manager that an earlier session left with this model."""
-    kept = getattr(model, _NAME, None)
+    kept = getattr(model, name, None)
     return kept.manager if isinstance(kept, _Kept) else None
 
 
-def keep(model: PreTrainedModel, manager: ContinuousBatchingManager) -> None:
+def keep(model: PreTrainedModel, manager: ContinuousBatchingManager, name: str = SESSIONS) -> None:
     """For the next session."""
-    setattr(model, _NAME, _Kept(manager))
+    setattr(model, name, _Kept(manager))
     _models.add(model)
 
 
+def forget(model: PreTrainedModel, name: str) -> None:
+    """The next session makes another one."""
+    if kept_manager(model, name) is not None:
+        delattr(model, name)
+
+
 def drop_kept_manager(model: PreTrainedModel) -> None:
-    """Destroys the kept manager; its cache is freed with the last reference to it. Nothing happens if there is none."""
-    manager = kept_manager(model)
-    if manager is not None:
-        manager.destroy()
-        delattr(model, _NAME)
-        _models.discard(model)
+    """Destroys the kept managers; a cache is freed with the last reference to it. Nothing happens if there are none."""
+    for name in (SESSIONS, GENERATE):
+        manager = kept_manager(model, name)
+        if manager is not None:
+            manager.destroy()
+            forget(model, name)
+    _models.discard(model)
 
 
 def models_with_kept_managers() -> list[PreTrainedModel]:

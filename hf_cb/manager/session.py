@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from hf_cb.config import EngineConfig
@@ -46,7 +46,6 @@ def get_manager(
     return manager
 
 
-@contextmanager
 def open_manager(
     model: PreTrainedModel,
     config: EngineConfig,
@@ -56,16 +55,28 @@ def open_manager(
     generation_config: GenerationConfig | None = None,
     block: bool = True,
     timeout: float | None = None,
-) -> Iterator[ContinuousBatchingManager]:
-    """A running manager. The last session on it ends it: once its requests are finished, or, after an exception, at
-    once.
+) -> AbstractContextManager[ContinuousBatchingManager]:
+    """A running manager. A persistent one is kept for the next session, and sized for any work, not only for this
+    one's."""
 
-    A persistent one is kept for the next session, and sized for any work, not only for this one's.
-    """
-    with _lock:
+    def choose() -> ContinuousBatchingManager:
         manager = get_manager(model, config, tokenizer, generation_config, None if persistent else need)
         if persistent:
             keep(model, manager)
+        return manager
+
+    return running(choose, block, timeout)
+
+
+@contextmanager
+def running(
+    choose: Callable[[], ContinuousBatchingManager], block: bool = True, timeout: float | None = None
+) -> Iterator[ContinuousBatchingManager]:
+    """A manager, running. The last session on it ends it: once its requests are finished, or, after an exception, at
+    once. `choose` is called by one thread at a time.
+    """
+    with _lock:
+        manager = choose()
         _sessions[manager] += 1
     finished = False
     try:

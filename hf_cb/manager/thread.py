@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import queue
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +25,14 @@ class Loop(Protocol):
     def work(self) -> float | None: ...
 
 
+_here = threading.local()
+
+
+def in_generation_thread() -> bool:
+    """Whether this is the thread of a loop, of whatever manager: where nobody may wait for a request."""
+    return getattr(_here, "runs_a_loop", False)
+
+
 def nobody(*_: object) -> None:
     """Hears nothing: in place of who is told, once there is nothing more to tell."""
 
@@ -32,6 +41,7 @@ def run_while_alive(
     reference: weakref.ref[Loop], model: weakref.ref[nn.Module], news: queue.SimpleQueue[None], num_threads: int
 ) -> None:
     """The thread. While it waits it holds no loop, so that one that everybody has forgotten can go, with its model."""
+    _here.runs_a_loop = True
     torch.set_num_threads(num_threads)  # OpenMP keeps its settings by thread
     while True:
         loop = reference()

@@ -226,6 +226,17 @@ def missing(model_class: type) -> list[str]:
         "_get_logits_processor": ("generation_config", "input_ids_seq_length", "logits_processor"),
         "_get_stopping_criteria": ("generation_config", "tokenizer"),
         "_supports_logits_to_keep": (),
+        "_sample": (
+            "input_ids",
+            "logits_processor",
+            "stopping_criteria",
+            "generation_config",
+            "synced_gpus",
+            "streamer",
+        ),
+        "_beam_search": (),
+        "_assisted_decoding": (),
+        "_prepare_position_ids_for_generation": ("inputs_tensor", "model_kwargs"),
     }
     gone = []
     for name, parameters in names.items():

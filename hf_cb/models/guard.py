@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,6 +12,17 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from hf_cb.modules.recipe import ModelRecipe
+
+# transformers' own, which change no value: outputs are recorded where a forward is asked for them, and inputs are made
+# to require gradients (for checkpointed layers, in training)
+_HARMLESS_HOOKS = ("install_output_capuring_hook.", "make_inputs_require_grad")
+
+
+def effective(hooks: Iterable[dict[int, Any]]) -> Iterator[Any]:
+    """The hooks of these that may change what a module computes, or want to see it."""
+    for hook in itertools.chain.from_iterable(found.values() for found in hooks if found):
+        if not any(name in getattr(hook, "__qualname__", "") for name in _HARMLESS_HOOKS):
+            yield hook
 
 
 class Guard:
@@ -70,9 +83,11 @@ class Guard:
     def has_hooks(self) -> bool:
         """Also a forward that somebody has put on a module."""
         model = self._model()
-        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks or any(self._hooks):
+        if model is None or "forward" in model.__dict__:
             return True
-        if model is None or model._forward_hooks or model._forward_pre_hooks or "forward" in model.__dict__:
+        everywhere = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+        hooks = (*everywhere, model._forward_hooks, model._forward_pre_hooks, *self._hooks)
+        if next(effective(hooks), None) is not None:
             return True
         return any("forward" in attributes for attributes in self._attributes)
 

@@ -116,6 +116,15 @@ def rotary_by_length(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if any(kind in BY_LENGTH for _, kind in _kinds(m))]
 
 
+def first_crossing(model: PreTrainedModel) -> int | None:
+    """The length from which on a sequence's frequencies are others; None if they never are.
+
+    Raises UnsupportedModelError as the path that drives them.
+    """
+    found = (rule.original for module in rotary_by_length(model) for _, rule in _rules(model, module))
+    return min(found, default=None)
+
+
 def reset(module: nn.Module) -> None:
     """A rotary module back to its first state, as if it had never seen a long sequence."""
     for name in [n for n in (*module._buffers, *vars(module)) if n.endswith("original_inv_freq")]:

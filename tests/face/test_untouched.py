@@ -26,6 +26,7 @@ def fingerprint() -> dict:
     """Everything of transformers that hf_cb may ever wrap."""
     return {
         "mixin": dict(vars(ContinuousMixin)),
+        "generate": dict(vars(transformers.GenerationMixin)),
         "masks": dict(vars(masking_utils)),
         "mask interface": dict(vars(masking_utils.AttentionMaskInterface)),
         "attention interface": dict(vars(modeling_utils.AttentionInterface)),
