@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hf_cb.errors import describe
 from hf_cb.kernels.reference.sampling import best_tokens
-from hf_cb.models.capture import Capture
-from hf_cb.models.guard import Guard
+from hf_cb.models.capture import Capture, MakeCapture, rehearse
+from hf_cb.models.guard import Guard, Places
 from hf_cb.models.paged import PagedModel
 from hf_cb.steps import NULL_BLOCK, GroupBatch, StepBatch
 
@@ -89,20 +89,23 @@ class CapturedModel(PagedModel):
     """See the module's docstring.
 
     Args:
-        make_capture: an empty recording.
+        captures: for a device, what makes empty recordings that share a pool of memory.
         max_num_seqs: the largest batch.
         max_blocks: the widest block table.
     """
 
-    def __init__(self, make_capture: Callable[[], Capture], max_num_seqs: int, max_blocks: int, *args: Any) -> None:
+    def __init__(
+        self, captures: Callable[[torch.device], MakeCapture], max_num_seqs: int, max_blocks: int, *args: Any
+    ) -> None:
         super().__init__(*args)
-        self._make_capture = make_capture
+        self._captures = captures
+        self._make_capture: MakeCapture | None = None
         self._sizes = ladder(max_num_seqs)
         self._max_blocks = max_blocks
         self._recordings: dict[Hashable, Recording] = {}
         self._inputs: dict[int, Inputs] = {}
         self._guard = Guard(self.model)
-        self._weights: object = None
+        self._places: Places | None = None
         self.why_not = "it has state beside its blocks, or rotary factors by length" if not self.overlaps else None
 
     @torch.no_grad()
@@ -116,19 +119,15 @@ class CapturedModel(PagedModel):
             recording.capture.replay()
         return recording.out[: len(batch.seq_lens_list)]
 
-    def new_requests(self) -> None:
-        super().new_requests()
-        places = [t.data_ptr() for tensors in (self.model.parameters(), self.model.buffers()) for t in tensors]
-        if places != self._weights:
-            self._recordings.clear()  # they read where the weights were
-            self._weights = places
-
     def _recording_for(self, batch: StepBatch) -> Recording | None:
         rows = len(batch.seq_lens_list)
         if self.why_not is not None or len(batch.input_ids) != rows or len(batch.logits_rows) != rows:
             return None
         if rows > self._sizes[0] or not self._guard.is_intact() or self._guard.has_hooks() or not self._is_steady():
             return None
+        if self._places is not None and not self._places.are_same():
+            self._recordings.clear()  # they read where the weights were
+            self._places = self._make_capture = None
         size = next(size for size in reversed(self._sizes) if size >= rows)
         key = self._key(size, batch.best_is_enough)
         if key is not None and key not in self._recordings:
@@ -150,12 +149,16 @@ class CapturedModel(PagedModel):
 
     def _record(self, best: bool) -> None:
         """All sizes, the largest first: the others then live in its memory."""
+        self._places = self._places or Places(self.model)
+        self._make_capture = self._make_capture or self._captures(self.device)
         try:
             for size in self._sizes:
-                key, inputs, capture = self._key(size, best), self._inputs[size], self._make_capture()
+                key, inputs = self._key(size, best), self._inputs[size]
                 inputs.clear()  # what is recorded may also be computed
-                out = capture.record(functools.partial(self._compute_all, inputs.batch, best))
-                self._recordings[key] = Recording(inputs, capture, out)
+                work = functools.partial(self._compute_all, inputs.batch, best)
+                rehearse(work)
+                capture = self._make_capture()
+                self._recordings[key] = Recording(inputs, capture, capture.record(work))
         except Exception as error:  # something in the model waits for the device, or decides by a value
             self.why_not = describe(error)
             self._recordings.clear()

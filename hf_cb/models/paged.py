@@ -16,6 +16,7 @@ from hf_cb.errors import ModelChangedError, OptionError
 from hf_cb.kernels.device import host_room, sent
 from hf_cb.models.device import device_of, turn
 from hf_cb.models.groups import LayerGroup, storage_layers
+from hf_cb.models.guard import adapters_of
 from hf_cb.models.recurrent import RecurrentStates
 from hf_cb.models.rope import LengthDependentRope
 from hf_cb.models.trace import Trace
@@ -184,9 +185,8 @@ def _marks_of(module: nn.Module) -> Iterator[object]:
         if parameter is not None:
             yield _version_of(parameter)
     attributes = module.__dict__
-    if "_active_adapter" in attributes:  # a layer of PEFT: adapters are switched without touching a parameter
-        names = ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters")
-        yield repr([attributes.get(name) for name in names])
+    if "_active_adapter" in attributes:
+        yield adapters_of(attributes)
 
 
 def _version_of(tensor: Tensor) -> object:
