@@ -90,6 +90,8 @@ def test_tokens(family: str, overlap: bool) -> None:
     recorded = len(harness.captures)
     assert harness.tokens(PROMPTS[:2], 20) == want(harness.model, PROMPTS[:2], 20)
     assert len(harness.captures) == recorded == len(ladder(4))
+    made = [recording.out for recording in harness.runner._recordings.values()]
+    assert len({out.data_ptr() for out in made}) == 1, "memory for the largest is enough for all"
 
 
 @pytest.mark.parametrize("overlap", [False, True])
