@@ -96,14 +96,17 @@ def _first(
 
 def _quantising(name: str | None, layers: Sequence[LayerFacts], kv_dtype: str) -> AttentionBackend:
     from hf_cb.attention.cpu import CpuBackend
+    from hf_cb.attention.triton import TritonBackend
 
-    if name not in (None, CpuBackend.name):
-        raise OptionError(f"kv_dtype={kv_dtype!r} needs attention='cpu', not {name!r}: leave one of the two unset.")
-    backend = CpuBackend(kv_dtype)
+    backend: AttentionBackend = CpuBackend(kv_dtype) if kv_dtype == "int8" else TritonBackend(kv_dtype)
+    if name not in (None, backend.name):
+        raise OptionError(
+            f"kv_dtype={kv_dtype!r} needs attention={backend.name!r}, not {name!r}: leave one of the two unset."
+        )
     problem = _problem(backend, layers, None)
     if problem is not None:
         raise OptionError(
-            f"kv_dtype={kv_dtype!r} needs the cpu backend, which cannot run this model: {problem}. "
+            f"kv_dtype={kv_dtype!r} needs the {backend.name} backend, which cannot run this model: {problem}. "
             f"Leave kv_dtype unset."
         )
     return backend

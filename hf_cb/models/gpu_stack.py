@@ -185,8 +185,11 @@ def _learn(paged: PagedModel) -> Fused:
     if why := _obstacle(paged, fused.guard):
         say(model, "layers", NotRecognised(why))
         return Fused(fused.guard, why, for_now=True)
-    if paged.num_blocks < least_blocks(paged):
-        paged = PagedModel(model, paged.trace, paged.groups, paged.backend, least_blocks(paged), paged.block_size)
+    backend = paged.backend
+    if isinstance(backend, TritonBackend) and backend.kv_dtype is not None:
+        backend = TritonBackend()  # what differs by rounding alone would differ by a whole step of the cache's
+    if paged.num_blocks < least_blocks(paged) or backend is not paged.backend:
+        paged = PagedModel(model, paged.trace, paged.groups, backend, least_blocks(paged), paged.block_size)
     try:
         reading = read_decoder(paged, _fused_layer)
         decoder = GpuDecoder(reading.recipe)
