@@ -17,7 +17,7 @@ from hf_cb.core import Request, SamplingParams
 from hf_cb.engine.device_sampler import DeviceSampler
 from hf_cb.engine.engine import Engine
 from hf_cb.models.captured import CapturedModel, ladder
-from hf_cb.models.plan import plan_paged
+from hf_cb.models.plan import Need, plan_paged
 
 PROMPTS = make_prompts([9, 1, 26, 14, 5])
 
@@ -148,6 +148,24 @@ def test_what_is_told_of_a_replay_outlives_the_next_one() -> None:
         assert [list(told.values()) for told in r.top_logprobs] == [
             pytest.approx(v, abs=1e-4) for v in best.values.tolist()
         ]
+
+
+def test_warmed_up_nothing_is_left_to_record() -> None:
+    harness = Harness(make_model("Llama"))
+    harness.model.train()
+    harness.engine.warm_up()
+    assert not harness.captures, "another's training is no time for it"
+    harness.model.eval()
+    harness.engine.warm_up()
+    assert len(harness.captures) == 2 * len(ladder(4)) and not harness.replays
+    assert harness.tokens(PROMPTS) == want(harness.model, PROMPTS)
+    assert len(harness.captures) == 2 * len(ladder(4)) and harness.replays
+
+
+def test_sizes_are_those_that_all_work_can_fill() -> None:
+    model = make_model("Llama")
+    sizes = [plan_paged(model, EngineConfig(max_num_seqs=64), need).config for need in (None, Need(100, 3))]
+    assert [(config.max_num_seqs, config.most_rows) for config in sizes] == [(64, 64), (64, 3)]
 
 
 def test_a_hook_is_called_at_every_step() -> None:

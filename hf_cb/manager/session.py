@@ -56,6 +56,7 @@ def open_manager(
     generation_config: GenerationConfig | None = None,
     block: bool = True,
     timeout: float | None = None,
+    warmup: bool = False,
 ) -> Iterator[ContinuousBatchingManager]:
     """A running manager. The last session on it ends it: once its requests are finished, or, after an exception, at
     once.
@@ -70,6 +71,8 @@ def open_manager(
     finished = False
     try:
         manager.start()
+        if warmup:
+            manager.warmup()
         yield manager
         finished = True
     except GeneratorExit:  # perhaps by a garbage collection, in whatever thread: nobody may wait there

@@ -98,17 +98,17 @@ class CapturedModel(PagedModel):
 
     Args:
         captures: for a device, what makes empty recordings that share a pool of memory.
-        max_num_seqs: the largest batch.
+        most_rows: of the largest batch.
         max_blocks: the widest block table.
     """
 
     def __init__(
-        self, captures: Callable[[torch.device], MakeCapture], max_num_seqs: int, max_blocks: int, *args: Any
+        self, captures: Callable[[torch.device], MakeCapture], most_rows: int, max_blocks: int, *args: Any
     ) -> None:
         super().__init__(*args)
         self._captures = captures
         self._make_capture: MakeCapture | None = None
-        self._sizes = ladder(max_num_seqs)
+        self._sizes = ladder(most_rows)
         self._max_blocks = max_blocks
         self._recordings: dict[Hashable, Recording] = {}
         self._inputs: Inputs | None = None
@@ -128,19 +128,35 @@ class CapturedModel(PagedModel):
             recording.capture.replay()
         return recording.out[: len(batch.seq_lens_list)]
 
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Records now what requests would wait for later."""
+        if self.model.training:
+            return  # somebody else's turn
+        self.new_requests()
+        for best in (True, False):
+            if self._may_record():
+                self._recording(self._sizes[0], best)
+
     def _recording_for(self, batch: StepBatch) -> Recording | None:
         rows = len(batch.seq_lens_list)
-        if self.why_not is not None or len(batch.input_ids) != rows or len(batch.logits_rows) != rows:
+        if len(batch.input_ids) != rows or len(batch.logits_rows) != rows or rows > self._sizes[0]:
             return None
-        if rows > self._sizes[0] or not self._guard.is_intact() or self._guard.has_hooks() or not self._is_steady():
-            return None
+        size = next(size for size in reversed(self._sizes) if size >= rows)
+        return self._recording(size, batch.best_is_enough) if self._may_record() else None
+
+    def _may_record(self) -> bool:
+        if self.why_not is not None or not self._guard.is_intact() or self._guard.has_hooks():
+            return False
+        return self._is_steady()
+
+    def _recording(self, size: int, best: bool) -> Recording | None:
         if self._places is not None and not self._places.are_same():
             self._recordings.clear()  # they read where the weights were
             self._places = self._make_capture = None
-        size = next(size for size in reversed(self._sizes) if size >= rows)
-        key = self._key(size, batch.best_is_enough)
+        key = self._key(size, best)
         if key is not None and key not in self._recordings:
-            self._record(batch.best_is_enough)
+            self._record(best)
         return self._recordings.get(key)
 
     def _is_steady(self) -> bool:

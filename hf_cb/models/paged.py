@@ -82,6 +82,9 @@ class PagedModel:
     def new_requests(self) -> None:
         """Nothing to prepare."""
 
+    def warm_up(self) -> None:
+        """Nothing takes long at first."""
+
     def weights_key(self) -> object:
         """Moves when a parameter was written to or replaced (writes through `.data` leave no trace), a module was, or
         other adapters are active."""
