@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from hf_cb.attention import backend as registry
 from hf_cb.attention.backend import AttentionBackend
+from hf_cb.attention.pages import PagesBackend
 from hf_cb.attention.several import SeveralBackends
+from hf_cb.attention.trial import failure
 from hf_cb.errors import OptionError
 
 if TYPE_CHECKING:
@@ -121,4 +123,11 @@ def _problem(backend: AttentionBackend, layers: Sequence[LayerFacts], block_size
             f"its blocks have a multiple of {backend.block_multiple} tokens, not {block_size}: leave block_size unset, "
             f"or give {backend.usual_block_size}"
         )
-    return next((why for layer in layers if (why := backend.unsupported(layer)) is not None), None)
+    if (
+        problem := next((why for layer in layers if (why := backend.unsupported(layer)) is not None), None)
+    ) is not None:
+        return problem
+    if block_size in (None, backend.usual_block_size) or not isinstance(backend, PagesBackend):
+        return None
+    trials = (failure(backend, layer, backend.kept_in(layer), block_size) for layer in layers)
+    return next((f"{why} (with blocks of {block_size} tokens)" for why in trials if why is not None), None)

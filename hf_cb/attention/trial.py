@@ -23,18 +23,20 @@ if TYPE_CHECKING:
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}  # of results around one
 
-_known: dict[tuple[type, LayerFacts, torch.dtype], str | None] = {}
+_known: dict[tuple[type, LayerFacts, torch.dtype, int], str | None] = {}
 
 
-def failure(backend: AttentionBackend, layer: LayerFacts, kept_in: torch.dtype | None = None) -> str | None:
+def failure(
+    backend: AttentionBackend, layer: LayerFacts, kept_in: torch.dtype | None = None, block_size: int | None = None
+) -> str | None:
     """Why the backend cannot be trusted with such a layer, or None; measured once a process.
 
-    `kept_in`: what it rounds keys and values to, if not the layer's own dtype.
+    `kept_in`: what it rounds keys and values to, if not the layer's own dtype; `block_size`: if not its usual one.
     """
-    small, kept = _like(layer), kept_in or layer.dtype
-    key = (type(backend), small, kept)
+    small, kept, page = _like(layer), kept_in or layer.dtype, block_size or backend.usual_block_size
+    key = (type(backend), small, kept, page)
     if key not in _known:
-        _known[key] = _measure(backend, small, kept)
+        _known[key] = _measure(backend, small, kept, page)
     return _known[key]
 
 
@@ -50,9 +52,9 @@ def _like(layer: LayerFacts) -> LayerFacts:
 
 
 @torch.no_grad()
-def _measure(backend: AttentionBackend, layer: LayerFacts, kept_in: torch.dtype | None = None) -> str | None:
+def _measure(backend: AttentionBackend, layer: LayerFacts, kept: torch.dtype, page: int) -> str | None:
     try:
-        off = _distance(backend, layer, kept_in or layer.dtype)
+        off = _distance(backend, layer, kept, page)
     except (MemoryError, torch.OutOfMemoryError):
         raise  # says nothing about the backend
     except Exception as error:
@@ -75,9 +77,9 @@ class _Request:
         return chunk_attention(q.float(), k, v, len(self.k) - len(q), 0, *options)
 
 
-def _distance(backend: AttentionBackend, layer: LayerFacts, kept: torch.dtype) -> float:
+def _distance(backend: AttentionBackend, layer: LayerFacts, kept: torch.dtype, page: int) -> float:
     """The largest error, in steps with a chunk and with decodes alone, on blocks that have had an owner."""
-    page, generator = backend.usual_block_size, torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     kv_shapes = (layer.num_kv_heads, layer.head_dim), (layer.num_kv_heads, layer.v_head_dim)
 
     def random(*shape: int) -> Tensor:
