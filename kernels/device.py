@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,10 +21,19 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.get_device_module(device).device(device) if device.type in STREAMED else contextlib.nullcontext()
 
 
+def finish(devices: Iterable[torch.device]) -> None:
+    """What this thread has told them is done: another thread's stream does not wait for this one's."""
+    for device in devices:
+        if device.type in STREAMED:
+            torch.get_device_module(device).current_stream(device).synchronize()
+
+
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy of a tensor of the host's. From memory that is not pinned, it would begin when all that the device has
     been told is done, and the host would wait until then."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type in STREAMED else tensor.to(device)
+    if device.type not in STREAMED or tensor.device.type != "cpu":  # `torch.set_default_device` may have put it there
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def host_room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -35,6 +35,7 @@ class Watch(TorchDispatchMode):
         self.copies = {"to": 0, "from": 0}
         self.events: list[str] = []  # on which stream
         self.current: list[torch.device] = []
+        self.finished: list[str] = []  # streams that were waited for
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -81,7 +82,14 @@ def far_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
         yield
         watch.current.pop()
 
-    devices = types.SimpleNamespace(Event=lambda: event, current_stream=str, device=current)
+    class Stream(str):
+        def synchronize(self) -> None:
+            watch.finished.append(str(self))
+
+    def stream(device: torch.device) -> Stream:
+        return Stream(device)
+
+    devices = types.SimpleNamespace(Event=lambda: event, current_stream=stream, device=current)
     with monkeypatch.context() as patch, watch:
         patch.setattr(module, "STREAMED", (DEVICE.type,))
         patch.setattr(Tensor, "pin_memory", lambda tensor: watch.pin(tensor))

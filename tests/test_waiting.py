@@ -16,10 +16,11 @@ from tiny_models import make_model, make_prompts
 from hf_cb.attention import interception
 from hf_cb.config import EngineConfig
 from hf_cb.core import Request, SamplingParams
-from hf_cb.engine.device_sampler import DeviceSampler
+from hf_cb.engine.device_sampler import DeviceSampler, sampler_for
 from hf_cb.engine.engine import Engine
 from hf_cb.errors import OptionError
-from hf_cb.kernels.device import fetched, host_room, sent
+from hf_cb.kernels.device import fetched, finish, host_room, sent
+from hf_cb.manager.build import build_engine
 from hf_cb.models.paged import PagedModel
 from hf_cb.models.plan import plan_paged
 from hf_cb.warpers import Warpers
@@ -110,6 +111,7 @@ def test_the_watch_sees_who_waits(watch: Watch) -> None:
     with pytest.raises(Waiting, match="not pinned"):
         here.to(DEVICE, non_blocking=True)
     assert sent(here, DEVICE).device == DEVICE and fetched([there])()[0].device == here.device
+    assert sent(there, DEVICE) is there, "where `torch.set_default_device` has put it"
 
 
 def test_where_nothing_tells_that_a_copy_is_done_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +122,41 @@ def test_where_nothing_tells_that_a_copy_is_done_it_is_waited_for(monkeypatch: p
     )
     assert fetched([torch.ones(2)])()[0].tolist() == [1.0, 1.0]
     assert [options["non_blocking"] for options in asked] == [False]
+
+
+def test_the_callers_autocast_is_left_out_on_the_models_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found out in the caller's thread must be what the loop's thread computes."""
+    off, usual = [], torch.autocast
+
+    def autocast(kind: str, **options: Any) -> Any:
+        off.append((kind, options["enabled"]))
+        return usual("cpu", **options)
+
+    monkeypatch.setattr(torch, "autocast", autocast)
+    monkeypatch.setattr("hf_cb.manager.build.device_of", lambda model: torch.device("cuda:1"))
+    build_engine(make_model("Llama"), EngineConfig(num_blocks=8))
+    assert sorted(set(off)) == [("cpu", False), ("cuda", False)] and len(off) == 4
+
+
+def test_what_the_caller_has_begun_is_done_before_the_loop_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache is filled with zeros on the caller's stream, which need not be the loop's."""
+    with far_device(monkeypatch) as watch:
+        finish([DEVICE, torch.device("cpu")])
+        assert watch.finished == ["meta"]
+    told = []
+    monkeypatch.setattr("hf_cb.manager.build.finish", lambda devices: told.append(set(devices)))
+    build_engine(make_model("Llama"), EngineConfig(num_blocks=8))
+    assert told == [{torch.device("cpu")}]
+
+
+@pytest.mark.parametrize(("problem", "draws"), [("compute capability 7.5 is below 8.0", False), (None, True)])
+def test_on_an_old_gpu_rows_are_sampled_one_by_one(
+    problem: str | None, draws: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr("hf_cb.engine.device_sampler.device_problem", lambda device: problem)
+    found = sampler_for(torch.device("cuda"))
+    assert isinstance(found, DeviceSampler) and (found._draw is not None) == draws
 
 
 # ------------------------------------------------------------------------------------------------------- host's memory

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from hf_cb.attention.triton import device_problem, package_problem
 from hf_cb.core import Request
 from hf_cb.engine.logprobs import More, rows_that_tell, tell
 from hf_cb.engine.penalising import penalised
@@ -130,10 +131,9 @@ def sampler_for(device: torch.device) -> Sampler:
     """The usual sampler of a model on that device."""
     if device.type == "cpu":
         return Sampler()
-    try:
-        from hf_cb.kernels.triton import sampling
-    except ImportError:  # no triton: rows that are not greedy are sampled one by one
+    if package_problem() or device_problem(device):  # rows that are not greedy are sampled one by one
         return DeviceSampler()
+    from hf_cb.kernels.triton import sampling
 
     def draw(logits: Tensor, temperature: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
         top_k, top_p, min_p, seeds, positions = rest
