@@ -153,10 +153,10 @@ def test_what_is_told_of_a_replay_outlives_the_next_one() -> None:
 def test_warmed_up_nothing_is_left_to_record() -> None:
     harness = Harness(make_model("Llama"))
     harness.model.train()
-    harness.engine.warm_up()
+    harness.runner.warm_up()
     assert not harness.captures, "another's training is no time for it"
     harness.model.eval()
-    harness.engine.warm_up()
+    harness.runner.warm_up()
     assert len(harness.captures) == 2 * len(ladder(4)) and not harness.replays
     assert harness.tokens(PROMPTS) == want(harness.model, PROMPTS)
     assert len(harness.captures) == 2 * len(ladder(4)) and harness.replays

@@ -236,11 +236,6 @@ class Engine:
             heappush(self._ends, entry)
         return late
 
-    def warm_up(self) -> None:
-        """What the first steps would do for the first time is done now."""
-        with on(self.runner.device):
-            self.runner.warm_up()
-
     def weights_written(self) -> None:
         """Somebody has changed the weights in a way that leaves no trace."""
         self.kv.drop_cache()

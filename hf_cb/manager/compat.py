@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hf_cb.config import EngineConfig
 from hf_cb.core import GenerationOutput, Request
 from hf_cb.errors import ManagerStoppedError
+from hf_cb.kernels.device import on
 from hf_cb.manager.mailbox import make_output
 from hf_cb.manager.router import Router
 from hf_cb.text.prompts import encode_prompt
@@ -142,7 +143,9 @@ class TransformersCalls:
         done = threading.Event()
 
         def warm_up() -> None:
-            self.loop.engine.warm_up()
+            runner = self.loop.engine.runner
+            with on(runner.device):
+                runner.warm_up()
             done.set()
 
         self.loop.post(warm_up)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny_models import greedy, make_prompts
 
-from hf_cb.engine.engine import Engine
+from hf_cb.models.paged import PagedModel
 
 pytestmark = pytest.mark.usefixtures("patched")
 PROMPT = make_prompts([5])[0]
@@ -18,7 +18,7 @@ PROMPT = make_prompts([5])[0]
 def by_thread(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the threads that have warmed up."""
     seen: list[str] = []
-    monkeypatch.setattr(Engine, "warm_up", lambda self: seen.append(threading.current_thread().name))
+    monkeypatch.setattr(PagedModel, "warm_up", lambda self: seen.append(threading.current_thread().name))
     return seen
 
 
@@ -50,9 +50,9 @@ def test_where_it_would_wait_for_ever_it_is_an_error(manager: Any) -> None:
 
 
 def test_a_dead_thread_is_not_waited_for(manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Engine) -> None:
+    def fail(self: PagedModel) -> None:
         raise RuntimeError("out of everything")
 
-    monkeypatch.setattr(Engine, "warm_up", fail)
+    monkeypatch.setattr(PagedModel, "warm_up", fail)
     manager.warmup()
     assert "out of everything" in str(manager.background_thread_status.fatal_error)
