@@ -41,6 +41,7 @@ def test_the_environment(tmp_path: Path) -> None:
 
 
 def test_parts_on_a_cpu(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(speeds, "READ_BYTES", 2**24)
     monkeypatch.setattr(speeds, "SECONDS", 0.001)
     parts = script("parts")
