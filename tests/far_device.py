@@ -41,6 +41,8 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in ASKS and args[0].device == DEVICE:
             raise Waiting(f"{func} of a tensor there")
+        if func is aten.index.Tensor and any(i is not None and i.device != args[0].device for i in args[1]):
+            raise Waiting("indices of the host's")
         if func is aten._to_copy.default and kwargs.get("device", args[0].device) != args[0].device:
             self._note(args[0], kwargs.get("non_blocking", False))
             if args[0].device == DEVICE:
@@ -90,7 +92,23 @@ def far_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
         return Stream(device)
 
     devices = types.SimpleNamespace(Event=lambda: event, current_stream=stream, device=current)
+    make = torch.tensor
+
+    def tensor(data: Any, **options: Any) -> Tensor:
+        if options.get("device") == DEVICE:  # which operators do not show
+            raise Waiting("a tensor of the host's values")
+        return make(data, **options)
+
+    look_up = Tensor.__getitem__
+
+    def look(self: Tensor, key: Any) -> Tensor:
+        if self.device == DEVICE and any(isinstance(i, list) for i in (key if isinstance(key, tuple) else (key,))):
+            raise Waiting("a list of the host's indices")
+        return look_up(self, key)
+
     with monkeypatch.context() as patch, watch:
+        patch.setattr(torch, "tensor", tensor)
+        patch.setattr(Tensor, "__getitem__", look)
         patch.setattr(module, "STREAMED", (DEVICE.type,))
         patch.setattr(Tensor, "pin_memory", lambda tensor: watch.pin(tensor))
         patch.setattr(torch, "get_device_module", lambda device: devices)

@@ -25,6 +25,7 @@ from hf_cb.models.paged import PagedModel
 from hf_cb.models.plan import plan_paged
 from hf_cb.warpers import Warpers
 
+TOLD = dict(logprobs=True, top_logprobs=3, prompt_logprobs=2, output_logits=True, output_scores=True)
 WARPED = dict(do_sample=True, seed=7, warpers=Warpers(temperature=0.7, top_k=5))
 
 
@@ -62,7 +63,15 @@ def far_engine(family: str, host_blocks: int = 0, **options: Any) -> Engine:
 
 @pytest.mark.parametrize(
     ("family", "params"),
-    [("Llama", {}), ("Llama", dict(logprobs=True)), ("Llama", WARPED), ("Mistral", {}), ("Gemma3", {}), ("Qwen3", {})],
+    [
+        ("Llama", {}),
+        ("Llama", dict(logprobs=True)),
+        ("Llama", TOLD),
+        ("Llama", WARPED),
+        ("Mistral", {}),
+        ("Gemma3", {}),
+        ("Qwen3", {}),
+    ],
 )
 def test_steps(family: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = make_prompts([3, 9, 14])
@@ -70,7 +79,7 @@ def test_steps(family: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPa
         engine = far_engine(family, num_blocks=60)
         watch.copies.update(to=0)
         for i, prompt in enumerate(prompts):
-            engine.admit(Request(f"r{i}", prompt, SamplingParams(8, **params)))
+            engine.admit(Request(f"r{i}", prompt, SamplingParams(8, **(params if i < 2 else {}))))
         seen, forward = [], engine.runner.forward
         monkeypatch.setattr(engine.runner, "forward", lambda batch: seen.append(list(watch.current)) or forward(batch))
         for _ in range(5):
@@ -105,7 +114,8 @@ def test_blocks_are_copied_saved_and_loaded(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_watch_sees_who_waits(watch: Watch) -> None:
     here, there = torch.ones(3), torch.ones(3, device=DEVICE)
-    for waits in (there.tolist, there.nonzero, there.cpu, lambda: here.to(DEVICE), lambda: there.copy_(here)):
+    copies = (there.cpu, lambda: here.to(DEVICE), lambda: there.copy_(here))
+    for waits in (there.tolist, there.nonzero, lambda: torch.tensor([1], device=DEVICE), lambda: there[[0]], *copies):
         with pytest.raises(Waiting):
             waits()
     with pytest.raises(Waiting, match="not pinned"):

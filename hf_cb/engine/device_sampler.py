@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_cb.attention.triton import device_problem, package_problem
 from hf_cb.core import Request
-from hf_cb.engine.logprobs import More, rows_that_tell, tell
+from hf_cb.engine.logprobs import More, numbers_of, rows_that_tell, tell
 from hf_cb.engine.penalising import penalised
 from hf_cb.engine.sampler import Drawing, Sampled, Sampler, drawn, edits_of, is_plain, sample_row
 from hf_cb.kernels.device import fetched, sent
@@ -41,7 +41,7 @@ class DeviceSampler(Sampler):
         if len(here) == len(rows):
             tokens, logprobs = self._at_device(logits, rows)
             telling = rows_that_tell(parts, here, {})
-            more = More(logits, telling, tokens[[row.number for row in telling]]) if telling else None
+            more = More(logits, telling, tokens[numbers_of(telling, tokens.device)]) if telling else None
             return _drawing(tokens, logprobs, rows, counts, more)
         found: dict[int, Sampled] = {}
         if here:
