@@ -23,10 +23,19 @@ from hf_cb.kernels.device import fetched, finish, host_room, sent
 from hf_cb.manager.build import build_engine
 from hf_cb.models.paged import PagedModel
 from hf_cb.models.plan import plan_paged
+from hf_cb.penalties import Penalties
 from hf_cb.warpers import Warpers
 
 TOLD = dict(logprobs=True, top_logprobs=3, prompt_logprobs=2, output_logits=True, output_scores=True)
 WARPED = dict(do_sample=True, seed=7, warpers=Warpers(temperature=0.7, top_k=5))
+
+
+def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("the numbers say what it does")
+
+
+PENALTIES = Penalties(repetition=1.3, banned=(7,), bias=((5, 1.0),), presence=0.5)
+PENALISED = dict(penalties=PENALTIES, warpers=Warpers(), process=process)
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +77,7 @@ def far_engine(family: str, host_blocks: int = 0, **options: Any) -> Engine:
         ("Llama", dict(logprobs=True)),
         ("Llama", TOLD),
         ("Llama", WARPED),
+        ("Llama", PENALISED),
         ("Mistral", {}),
         ("Gemma3", {}),
         ("Qwen3", {}),
