@@ -86,8 +86,9 @@ class EngineConfig:
             an object of an `hf_cb.policies.Policy` class. See docs/policies.md.
         attention: "flash" (FlashAttention 2, 3 or 4, where installed), "triton", "torch_varlen" (PyTorch's own), "cpu"
             or "reference". None: for each kind of layer the fastest on its device that can compute it.
-        kv_dtype: "int8" keeps keys and values quantised, one scale for each token and head: about half the memory of
-            bfloat16, for slightly less exact answers; only on the "cpu" backend. None: the model's own dtype.
+        kv_dtype: "int8" keeps keys and values quantised, one scale for each token and head, only on the "cpu" backend;
+            "fp8" keeps them in e4m3 without a scale, up to 448, only on the "triton" backend. Either takes about half
+            the memory of bfloat16, for slightly less exact answers. None: the model's own dtype.
         modules: faster modules, verified against the model's own: "fused" (whole layers), "leaf" (linear layers and
             norms) or "off". None: "fused" for a model that `accelerate` was called on, else "off".
         return_logprobs: give each token's log-probability.
@@ -117,7 +118,7 @@ class EngineConfig:
     cuda_graphs: bool | None = None
     policy: Any = "continuous"
     attention: str | None = None
-    kv_dtype: Literal["int8"] | None = None
+    kv_dtype: Literal["int8", "fp8"] | None = None
     modules: Literal["fused", "leaf", "off"] | None = None
     return_logprobs: bool = False
     max_queue_size: int = 0
@@ -162,8 +163,8 @@ class EngineConfig:
         for name in ("prefix_caching", "return_logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} must be True or False, not {getattr(self, name)!r}.")
-        if self.kv_dtype not in (None, "int8"):
-            raise OptionError(f'kv_dtype={self.kv_dtype!r} must be "int8", or None for the model\'s own dtype.')
+        if self.kv_dtype not in (None, "int8", "fp8"):
+            raise OptionError(f'kv_dtype={self.kv_dtype!r} must be "int8", "fp8", or None for the model\'s own dtype.')
         if self.modules not in (None, "fused", "leaf", "off"):
             raise OptionError(f'modules={self.modules!r} must be "fused", "leaf" or "off".')
 

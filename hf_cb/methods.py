@@ -66,7 +66,7 @@ def generate_batch(
         record_timestamps: give each token's time.
         progress_bar: show finished requests and tokens per second.
         persistent_manager: keep the manager and its prefix cache for the next call.
-        warmup: without effect; nothing needs it.
+        warmup: without effect: it would take what it saves.
         tokenizer: for text and chats.
         generation_kwargs: any `GenerationConfig` option, `seed`, `attention_mask`, `chat_template_kwargs`,
             `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn`, `logprobs`, `prompt_logprobs`,
@@ -144,7 +144,10 @@ def continuous_batching_context_manager(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> AbstractContextManager[ContinuousBatchingManager | following.FollowingManager]:
-    """A running manager for a `with` block; at its end all requests are finished."""
+    """A running manager for a `with` block; at its end all requests are finished.
+
+    `warmup`: on a GPU, what the first steps do for the first time is done before the block begins.
+    """
 
     def call() -> AbstractContextManager[ContinuousBatchingManager]:
         return session.open_manager(
@@ -155,6 +158,7 @@ def continuous_batching_context_manager(
             generation_config=generation_config,
             block=block,
             timeout=timeout,
+            warmup=warmup,
         )
 
     return following.shared_session(self, "continuous_batching_context_manager", call)

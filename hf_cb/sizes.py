@@ -25,6 +25,7 @@ class ResolvedConfig:
     overlap: bool
     cuda_graphs: bool
     host_blocks: int
+    most_rows: int  # that all work can fill a decode step with
     trace_steps: int
     itl_target: float | None = None
     reasons: dict[str, str] = field(default_factory=dict)
@@ -125,6 +126,7 @@ def resolve(config: EngineConfig, around: Surroundings) -> ResolvedConfig:
         overlap=auto("overlap", not on_cpu, f"usual on {around.device_type}"),
         host_blocks=parse_bytes(config.cpu_offload_space) // per_block if config.cpu_offload_space else 0,
         cuda_graphs=auto("cuda_graphs", on_cuda, f"usual on {around.device_type}"),
+        most_rows=seqs,
         trace_steps=config.trace_steps,
         itl_target=config.itl_target,
         reasons=why,

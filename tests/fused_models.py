@@ -57,15 +57,19 @@ class Harness:
         config = plan.config
         arguments = (model, plan.trace, plan.groups, plan.backend, config.num_blocks, config.block_size)
         if captured:
-            made = cuda_captures() if DEVICE.type == "cuda" else Again
-            self.runner: FusedModel = CapturedFusedModel(lambda: self._note(made()), 2, 8, *arguments)
+            self.runner: FusedModel = CapturedFusedModel(self._captures, 2, 8, *arguments)
         else:
             self.runner = FusedModel(*arguments)
         self.engine = Engine(self.runner, config, sampler=DeviceSampler())
 
-    def _note(self, capture: Any) -> Any:
-        self.captures.append(capture)
-        return capture
+    def _captures(self, device: torch.device) -> Callable[[], Any]:
+        made = cuda_captures(device) if DEVICE.type == "cuda" else Again
+
+        def note() -> Any:
+            self.captures.append(made())
+            return self.captures[-1]
+
+        return note
 
     def tokens(self, new: int = 4) -> list[list[int]]:
         requests = [Request(f"r{i}", p, SamplingParams(new)) for i, p in enumerate(PROMPTS)]

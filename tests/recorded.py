@@ -69,13 +69,13 @@ class TensorBackend(ReferenceBackend):
         written = (group.slot_mapping >= 0)[:, None, None]
         for cache, new in ((storage.k, k), (storage.v, v)):
             cache[block, :, place] = torch.where(written, new, cache[block, :, place])
-        tokens = torch.arange(len(q))
+        tokens = torch.arange(len(q), device=q.device)
         row = torch.searchsorted(batch.cu_seqlens_q[1:].contiguous(), tokens, right=True)
         position = batch.seq_lens[row] - batch.cu_seqlens_q[row + 1] + tokens
         keys, values = (
             cache[group.block_table[row].long()].transpose(1, 2).flatten(2, 3) for cache in (storage.k, storage.v)
         )
-        at = torch.arange(keys.shape[2])
+        at = torch.arange(keys.shape[2], device=q.device)
         seen = at <= position[:, None]
         if layer.window is not None:
             seen &= at > position[:, None] - layer.window

@@ -218,10 +218,16 @@ class Plain(PagesBackend):
     def __init__(self, **wrong: Any) -> None:
         self.wrong = wrong
 
+    def missing(self) -> None:
+        return None
+
+    def unsupported(self, layer: LayerFacts) -> str | None:
+        return trial.failure(self, layer)
+
     def attend(
         self, storage: Storage, layer: LayerFacts, q: Tensor, k: Tensor, v: Tensor, meta: Meta, sinks: Tensor | None
     ) -> Tensor:
-        if "raises" in self.wrong:
+        if "raises" in self.wrong or storage.k.shape[1] == self.wrong.get("page"):
             raise RuntimeError("no kernel image is available\nand more")
         store(storage, k, v, meta.slot_mapping)
         layer = dataclasses.replace(layer, **self.wrong.get("layer", {}))
@@ -232,10 +238,23 @@ class Plain(PagesBackend):
         return attend(q, keys, storage.v, meta.cu_seqlens_q, lengths, meta.block_table, *bounds)
 
 
+def measure(backend: Plain, layer: LayerFacts) -> str | None:
+    return trial._measure(backend, trial._like(layer), layer.dtype, backend.usual_block_size)
+
+
+def test_a_trial_has_the_block_size_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_known", {})
+    monkeypatch.setattr(registry, "backends", lambda: {"plain": lambda: Plain(page=16)})
+    layer = dataclasses.replace(LAYER, device=CPU)
+    assert [choose_backend("plain", [layer], block_size=size)[0].name for size in (None, 32, 8)] == ["plain"] * 3
+    with pytest.raises(OptionError, match=r"no kernel image is available \(with blocks of 16 tokens\)"):
+        choose_backend("plain", [layer], block_size=16)
+
+
 @pytest.mark.parametrize("kind", [{}, {"window": 4096}, {"softcap": 50.0}])
 def test_a_trial_finds_nothing_wrong_with_what_is_right(kind: dict) -> None:
     layer = dataclasses.replace(LAYER, device=CPU, **kind)
-    assert trial._measure(Plain(), trial._like(layer)) is None
+    assert measure(Plain(), layer) is None
 
 
 @pytest.mark.parametrize(
@@ -253,11 +272,11 @@ def test_a_trial_finds_nothing_wrong_with_what_is_right(kind: dict) -> None:
 )
 def test_a_trial_finds_what_is_wrong(kind: dict, wrong: dict) -> None:
     layer = dataclasses.replace(LAYER, device=CPU, **kind)
-    assert str(trial._measure(Plain(**wrong), trial._like(layer))).startswith("a trial of it is off by")
+    assert str(measure(Plain(**wrong), layer)).startswith("a trial of it is off by")
 
 
 def test_a_trial_that_raises_is_a_reason() -> None:
-    found = trial._measure(Plain(raises=True), trial._like(dataclasses.replace(LAYER, device=CPU)))
+    found = measure(Plain(raises=True), dataclasses.replace(LAYER, device=CPU))
     assert found == "a trial of it ends with RuntimeError: no kernel image is available"
 
 

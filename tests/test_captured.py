@@ -17,7 +17,7 @@ from hf_cb.core import Request, SamplingParams
 from hf_cb.engine.device_sampler import DeviceSampler
 from hf_cb.engine.engine import Engine
 from hf_cb.models.captured import CapturedModel, ladder
-from hf_cb.models.plan import plan_paged
+from hf_cb.models.plan import Need, plan_paged
 
 PROMPTS = make_prompts([9, 1, 26, 14, 5])
 
@@ -26,12 +26,12 @@ class Harness:
     """A model, an engine whose decode steps are recorded, and the recordings."""
 
     def __init__(self, model: Any, **options: Any) -> None:
-        self.model, self.captures = model, []
+        self.model, self.captures, self.pools = model, [], 0
         options = dict(block_size=4, max_num_seqs=4, max_model_len=64) | options
         plan = plan_paged(model, EngineConfig(**options))
         config = plan.config
         self.runner = CapturedModel(
-            self._capture,
+            self._captures,
             config.max_num_seqs,
             -(-config.max_model_len // config.block_size),
             model,
@@ -42,6 +42,10 @@ class Harness:
             config.block_size,
         )
         self.engine = Engine(self.runner, config, sampler=DeviceSampler())
+
+    def _captures(self, device: torch.device) -> Any:
+        self.pools += 1
+        return self._capture
 
     def _capture(self) -> Recorded:
         self.captures.append(Recorded())
@@ -86,6 +90,8 @@ def test_tokens(family: str, overlap: bool) -> None:
     recorded = len(harness.captures)
     assert harness.tokens(PROMPTS[:2], 20) == want(harness.model, PROMPTS[:2], 20)
     assert len(harness.captures) == recorded == len(ladder(4))
+    made = [recording.out for recording in harness.runner._recordings.values()]
+    assert len({out.data_ptr() for out in made}) == 1, "memory for the largest is enough for all"
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -144,6 +150,24 @@ def test_what_is_told_of_a_replay_outlives_the_next_one() -> None:
         ]
 
 
+def test_warmed_up_nothing_is_left_to_record() -> None:
+    harness = Harness(make_model("Llama"))
+    harness.model.train()
+    harness.runner.warm_up()
+    assert not harness.captures, "another's training is no time for it"
+    harness.model.eval()
+    harness.runner.warm_up()
+    assert len(harness.captures) == 2 * len(ladder(4)) and not harness.replays
+    assert harness.tokens(PROMPTS) == want(harness.model, PROMPTS)
+    assert len(harness.captures) == 2 * len(ladder(4)) and harness.replays
+
+
+def test_sizes_are_those_that_all_work_can_fill() -> None:
+    model = make_model("Llama")
+    sizes = [plan_paged(model, EngineConfig(max_num_seqs=64), need).config for need in (None, Need(100, 3))]
+    assert [(config.max_num_seqs, config.most_rows) for config in sizes] == [(64, 64), (64, 3)]
+
+
 def test_a_hook_is_called_at_every_step() -> None:
     harness, seen = Harness(make_model("Llama")), []
     harness.tokens(PROMPTS[:1])
@@ -165,6 +189,48 @@ def test_other_weights_are_recorded_anew() -> None:
     assert harness.tokens(PROMPTS) == want(harness.model, PROMPTS)
 
 
+def test_weights_that_move_under_running_requests() -> None:
+    """A recording reads where they were, and somebody else may have that memory by now."""
+    harness, requests = (
+        Harness(make_model("Llama")),
+        [Request(f"r{i}", p, SamplingParams(20)) for i, p in enumerate(PROMPTS[:2])],
+    )
+    for r in requests:
+        harness.engine.admit(r)
+    for step in range(100):
+        if step == 9:
+            assert harness.replays and harness.engine.has_work
+            for p in harness.model.parameters():
+                before, p.data = p.data, p.data.clone()
+                before.fill_(float("nan"))
+        if harness.engine.has_work:
+            harness.engine.step()
+    assert [r.output_ids for r in requests] == want(harness.model, PROMPTS[:2], 20)
+    assert harness.pools == 2, "PyTorch may still hold the pool of the ones before"
+
+
+def test_adapters_are_switched_between_replays() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    model = make_model("Llama")
+    for seed, name in enumerate(("one", "two")):
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        peft.inject_adapter_in_model(config, model.eval(), name)
+    harness, seen = Harness(model.eval()), []
+    for adapter in ("one", "two", None):
+        for module in model.modules():
+            if isinstance(module, BaseTunerLayer):
+                module.enable_adapters(adapter is not None)
+                if adapter is not None:
+                    module.set_adapter(adapter)
+        replays = harness.replays
+        seen.append(harness.tokens(PROMPTS[:2]))
+        assert seen[-1] == want(model, PROMPTS[:2]) and harness.replays > replays, adapter
+    assert seen[0] != seen[1] != seen[2]
+
+
 def test_a_model_that_waits_for_the_device_is_not_recorded(caplog: Any) -> None:
     model = make_model("Llama")
     norm, forward = model.model.norm, type(model.model.norm).forward
@@ -177,8 +243,9 @@ def test_a_model_that_waits_for_the_device_is_not_recorded(caplog: Any) -> None:
     caplog.set_level(logging.WARNING, "hf_cb")
     harness = Harness(model)
     assert harness.tokens(PROMPTS) == want(model, PROMPTS)
-    assert "capturing" in harness.runner.why_not and "are not recorded" in caplog.text
-    assert not harness.replays
+    assert "_local_scalar_dense.default waits for the device" in harness.runner.why_not
+    assert "are not recorded" in caplog.text
+    assert not harness.replays and not harness.captures, "nothing was recorded half"
 
 
 def test_the_stand_in_decides_once_what_python_decides() -> None:

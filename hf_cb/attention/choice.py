@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from hf_cb.attention import backend as registry
 from hf_cb.attention.backend import AttentionBackend
+from hf_cb.attention.pages import PagesBackend
 from hf_cb.attention.several import SeveralBackends
+from hf_cb.attention.trial import failure
 from hf_cb.errors import OptionError
 
 if TYPE_CHECKING:
@@ -96,14 +98,17 @@ def _first(
 
 def _quantising(name: str | None, layers: Sequence[LayerFacts], kv_dtype: str) -> AttentionBackend:
     from hf_cb.attention.cpu import CpuBackend
+    from hf_cb.attention.triton import TritonBackend
 
-    if name not in (None, CpuBackend.name):
-        raise OptionError(f"kv_dtype={kv_dtype!r} needs attention='cpu', not {name!r}: leave one of the two unset.")
-    backend = CpuBackend(kv_dtype)
+    backend: AttentionBackend = CpuBackend(kv_dtype) if kv_dtype == "int8" else TritonBackend(kv_dtype)
+    if name not in (None, backend.name):
+        raise OptionError(
+            f"kv_dtype={kv_dtype!r} needs attention={backend.name!r}, not {name!r}: leave one of the two unset."
+        )
     problem = _problem(backend, layers, None)
     if problem is not None:
         raise OptionError(
-            f"kv_dtype={kv_dtype!r} needs the cpu backend, which cannot run this model: {problem}. "
+            f"kv_dtype={kv_dtype!r} needs the {backend.name} backend, which cannot run this model: {problem}. "
             f"Leave kv_dtype unset."
         )
     return backend
@@ -118,4 +123,11 @@ def _problem(backend: AttentionBackend, layers: Sequence[LayerFacts], block_size
             f"its blocks have a multiple of {backend.block_multiple} tokens, not {block_size}: leave block_size unset, "
             f"or give {backend.usual_block_size}"
         )
-    return next((why for layer in layers if (why := backend.unsupported(layer)) is not None), None)
+    if (
+        problem := next((why for layer in layers if (why := backend.unsupported(layer)) is not None), None)
+    ) is not None:
+        return problem
+    if block_size in (None, backend.usual_block_size) or not isinstance(backend, PagesBackend):
+        return None
+    trials = (failure(backend, layer, backend.kept_in(layer), block_size) for layer in layers)
+    return next((f"{why} (with blocks of {block_size} tokens)" for why in trials if why is not None), None)

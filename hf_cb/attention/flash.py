@@ -14,6 +14,7 @@ import torch
 from hf_cb.attention.pages import Meta, PagesBackend, Storage, problem_of_flash, with_rows
 from hf_cb.attention.trial import failure
 from hf_cb.attention.triton import write
+from hf_cb.kernels.device import on
 from hf_cb.sizes import BLOCK_SIZE
 
 if TYPE_CHECKING:
@@ -104,7 +105,8 @@ class Flash:
         else:
             given |= dict(seqused_k=meta.seq_lens, page_table=meta.block_table)
             given = {name: value for name, value in given.items() if name in self.arguments}
-        out = self.function(q, cache.k, cache.v, **given, **options)
+        with on(q.device):  # generation 4 takes the current device's stream
+            out = self.function(q, cache.k, cache.v, **given, **options)
         return out[0] if isinstance(out, tuple) else out
 
 

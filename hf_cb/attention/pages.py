@@ -56,12 +56,16 @@ class PagesBackend:
     usual_block_size = BLOCK_SIZE
     sums_lengths = False
 
+    def kept_in(self, layer: LayerFacts) -> torch.dtype:
+        """What the cache of a layer holds."""
+        return layer.dtype
+
     def block_bytes(self, layer: LayerFacts, block_size: int) -> int:
-        return layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) * block_size * layer.dtype.itemsize
+        return layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) * block_size * self.kept_in(layer).itemsize
 
     def allocate(self, layer: LayerFacts, num_blocks: int, block_size: int) -> Storage:
         k, v = (
-            torch.zeros(num_blocks, block_size, layer.num_kv_heads, dim, dtype=layer.dtype, device=layer.device)
+            torch.zeros(num_blocks, block_size, layer.num_kv_heads, dim, dtype=self.kept_in(layer), device=layer.device)
             for dim in (layer.head_dim, layer.v_head_dim)
         )
         return Storage(k, v)
@@ -87,7 +91,8 @@ class PagesBackend:
     def copy_blocks(self, storage: Storage, pairs: Tensor) -> None:
         source, target = pairs.to(storage.k.device).unbind(1)
         for cache in storage:
-            cache.index_copy_(0, target, cache.index_select(0, source))
+            rows = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache  # torch does less with fp8
+            rows.index_copy_(0, target, rows.index_select(0, source))
 
     def clear_blocks(self, storage: Storage, blocks: Tensor) -> None:
         """Nothing to do: scores beyond a request's length are replaced, and its values there are not read."""

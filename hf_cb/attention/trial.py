@@ -23,15 +23,20 @@ if TYPE_CHECKING:
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}  # of results around one
 
-_known: dict[tuple[type, LayerFacts], str | None] = {}
+_known: dict[tuple[type, LayerFacts, torch.dtype, int], str | None] = {}
 
 
-def failure(backend: AttentionBackend, layer: LayerFacts) -> str | None:
-    """Why the backend cannot be trusted with such a layer, or None; measured once a process."""
-    small = _like(layer)
-    key = (type(backend), small)
+def failure(
+    backend: AttentionBackend, layer: LayerFacts, kept_in: torch.dtype | None = None, block_size: int | None = None
+) -> str | None:
+    """Why the backend cannot be trusted with such a layer, or None; measured once a process.
+
+    `kept_in`: what it rounds keys and values to, if not the layer's own dtype; `block_size`: if not its usual one.
+    """
+    small, kept, page = _like(layer), kept_in or layer.dtype, block_size or backend.usual_block_size
+    key = (type(backend), small, kept, page)
     if key not in _known:
-        _known[key] = _measure(backend, small)
+        _known[key] = _measure(backend, small, kept, page)
     return _known[key]
 
 
@@ -47,9 +52,9 @@ def _like(layer: LayerFacts) -> LayerFacts:
 
 
 @torch.no_grad()
-def _measure(backend: AttentionBackend, layer: LayerFacts) -> str | None:
+def _measure(backend: AttentionBackend, layer: LayerFacts, kept: torch.dtype, page: int) -> str | None:
     try:
-        off = _distance(backend, layer)
+        off = _distance(backend, layer, kept, page)
     except (MemoryError, torch.OutOfMemoryError):
         raise  # says nothing about the backend
     except Exception as error:
@@ -72,9 +77,9 @@ class _Request:
         return chunk_attention(q.float(), k, v, len(self.k) - len(q), 0, *options)
 
 
-def _distance(backend: AttentionBackend, layer: LayerFacts) -> float:
+def _distance(backend: AttentionBackend, layer: LayerFacts, kept: torch.dtype, page: int) -> float:
     """The largest error, in steps with a chunk and with decodes alone, on blocks that have had an owner."""
-    page, generator = backend.usual_block_size, torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     kv_shapes = (layer.num_kv_heads, layer.head_dim), (layer.num_kv_heads, layer.v_head_dim)
 
     def random(*shape: int) -> Tensor:
@@ -89,7 +94,8 @@ def _distance(backend: AttentionBackend, layer: LayerFacts) -> float:
     errors = []
     for news in ([page - 1, 2], [1, 4], [1, 1], [1, 1]):
         q, k, v = (random(sum(news), *shape) for shape in ((layer.num_heads, layer.head_dim), *kv_shapes))
-        for request, new_k, new_v in zip(requests, k.split(news), v.split(news), strict=True):
+        stored = [x.to(kept).to(x.dtype).split(news) for x in (k, v)]
+        for request, new_k, new_v in zip(requests, *stored, strict=True):
             request.k, request.v = torch.cat([request.k, new_k]), torch.cat([request.v, new_v])
         batch = small_step(news, [len(r.k) for r in requests], [r.table for r in requests], page, layer.device)
         meta = backend.prepare(batch, batch.groups[0], layer.device)

@@ -28,10 +28,19 @@ INSTALL = 'pip install "hf-cb[gpu]"'
 
 
 class TritonBackend(PagesBackend):
-    """See the module's docstring; the methods are those of `AttentionBackend`. Any block size will do."""
+    """See the module's docstring; the methods are those of `AttentionBackend`. Any block size will do.
+
+    `kv_dtype`: "fp8" keeps keys and values in e4m3 (without scales, as vLLM's default), None in the layers' own dtype.
+    """
 
     name = "triton"
     device_types: frozenset[str] | None = DEVICE_TYPES
+
+    def __init__(self, kv_dtype: str | None = None) -> None:
+        self.kv_dtype = kv_dtype
+
+    def kept_in(self, layer: LayerFacts) -> torch.dtype:
+        return torch.float8_e4m3fn if self.kv_dtype == "fp8" else layer.dtype
 
     def missing(self) -> str | None:
         if problem := package_problem():
@@ -53,7 +62,7 @@ class TritonBackend(PagesBackend):
             return uneven_heads(layer)
         if layer.scale <= 0:
             return f"a scale of {layer.scale} is not above zero"
-        return failure(self, layer)
+        return failure(self, layer, self.kept_in(layer))
 
     def attend(
         self, storage: Storage, layer: LayerFacts, q: Tensor, k: Tensor, v: Tensor, meta: Meta, sinks: Tensor | None

@@ -53,7 +53,7 @@ class HfCb:
         began = time.perf_counter()
         accelerate(self.model)
         try:
-            with open_manager(self.model, self.config, need=need) as manager:
+            with open_manager(self.model, self.config, need=need, warmup=True) as manager:
                 started = time.perf_counter()
                 handles = [
                     manager.submit(r.prompt, max_new_tokens=r.max_new, **GREEDY) for r in _arriving(workload, started)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_cb.engine.flight import Unread
+from hf_cb.kernels.device import sent
 from hf_cb.steps import NULL_BLOCK, GroupBatch, PlanPart, StepBatch, StepPlan
 
 
@@ -126,4 +127,4 @@ def _together(arrays: Sequence[Sequence[int] | np.ndarray], dtype: type, device:
         whole = np.concatenate([np.asarray(array, dtype=dtype) for array in arrays])
     else:
         whole = np.array(list(chain.from_iterable(arrays)), dtype=dtype)
-    return torch.from_numpy(whole).to(device).split(sizes)
+    return sent(torch.from_numpy(whole), device).split(sizes)

@@ -8,10 +8,12 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from hf_cb.attention.triton import device_problem, package_problem
 from hf_cb.core import Request
-from hf_cb.engine.logprobs import More, rows_that_tell, tell
+from hf_cb.engine.logprobs import More, numbers_of, rows_that_tell, tell
 from hf_cb.engine.penalising import penalised
 from hf_cb.engine.sampler import Drawing, Sampled, Sampler, drawn, edits_of, is_plain, sample_row
+from hf_cb.kernels.device import fetched, sent
 from hf_cb.kernels.reference.sampling import best_tokens
 from hf_cb.steps import PlanPart
 
@@ -39,12 +41,12 @@ class DeviceSampler(Sampler):
         if len(here) == len(rows):
             tokens, logprobs = self._at_device(logits, rows)
             telling = rows_that_tell(parts, here, {})
-            more = More(logits, telling, tokens[[row.number for row in telling]]) if telling else None
+            more = More(logits, telling, tokens[numbers_of(telling, tokens.device)]) if telling else None
             return _drawing(tokens, logprobs, rows, counts, more)
         found: dict[int, Sampled] = {}
         if here:
             chosen = [rows[i] for i in here]
-            tokens, logprobs = self._at_device(logits[torch.tensor(here, device=logits.device)], chosen)
+            tokens, logprobs = self._at_device(logits[sent(torch.tensor(here), logits.device)], chosen)
             found = dict(zip(here, _read(tokens, logprobs, chosen), strict=True))
             tell(logits, parts, found)
         for i, (part, k) in enumerate(rows):
@@ -83,8 +85,8 @@ def _settings(rows: list[tuple[PlanPart, int]], device: torch.device) -> tuple[T
         else:
             floats.append([w.temperature, w.top_p, w.min_p])
             longs.append([w.top_k, _signed(part.request.params.seed), place])
-    temperature, top_p, min_p = torch.tensor(floats).T.contiguous().to(device, non_blocking=True)
-    top_k, seeds, positions = torch.tensor(longs).T.contiguous().to(device, non_blocking=True)
+    temperature, top_p, min_p = sent(torch.tensor(floats).T.contiguous(), device)
+    top_k, seeds, positions = sent(torch.tensor(longs).T.contiguous(), device)
     return temperature, top_k.int(), top_p, min_p, seeds, positions
 
 
@@ -101,17 +103,11 @@ def _drawing(
     more: More | None = None,
 ) -> Drawing:
     """The copy to the host starts at once, and only `read` waits for it."""
-    there = tokens.to("cpu", non_blocking=True, copy=True)
-    values = None if logprobs is None else logprobs.to("cpu", non_blocking=True, copy=True)
-    done = None
-    if tokens.device.type == "cuda":
-        done = torch.cuda.Event()
-        done.record()
+    wait = fetched([tokens] if logprobs is None else [tokens, logprobs])
 
     def read() -> list[list[Sampled]]:
-        if done is not None:
-            done.synchronize()
-        found = _read(there, values, rows)
+        there, *values = wait()
+        found = _read(there, values[0] if values else None, rows)
         if more is not None:
             more.add_to(dict(enumerate(found)))
         return _by_part(found, counts)
@@ -135,10 +131,9 @@ def sampler_for(device: torch.device) -> Sampler:
     """The usual sampler of a model on that device."""
     if device.type == "cpu":
         return Sampler()
-    try:
-        from hf_cb.kernels.triton import sampling
-    except ImportError:  # no triton: rows that are not greedy are sampled one by one
+    if package_problem() or device_problem(device):  # rows that are not greedy are sampled one by one
         return DeviceSampler()
+    from hf_cb.kernels.triton import sampling
 
     def draw(logits: Tensor, temperature: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
         top_k, top_p, min_p, seeds, positions = rest

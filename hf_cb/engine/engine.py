@@ -32,6 +32,7 @@ from hf_cb.engine.scheduler import Scheduler
 from hf_cb.engine.speculation import DraftSource
 from hf_cb.engine.stopping import end_times, is_late
 from hf_cb.errors import ModelChangedError
+from hf_cb.kernels.device import on
 from hf_cb.policies import Policy
 from hf_cb.sizes import ResolvedConfig
 from hf_cb.steps import StepPlan, StepRecord
@@ -99,6 +100,10 @@ class Engine:
     @torch.no_grad()
     def step(self) -> list[Update]:
         """One step: what it changed, request by request. Where steps overlap, what the step before it changed."""
+        with on(self.runner.device):
+            return self._step()
+
+    def _step(self) -> list[Update]:
         updates = self.expire()
         before, self._flight = self._flight, None
         if before is not None and not self._may_run_ahead(before):

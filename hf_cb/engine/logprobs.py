@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_cb.core import Request, SamplingParams
+from hf_cb.kernels.device import fetched, sent
 from hf_cb.steps import PlanPart
 
 if TYPE_CHECKING:
@@ -73,9 +74,8 @@ class More:
 
     def __init__(self, logits: Tensor, rows: Sequence[Row], tokens: Tensor) -> None:
         self._rows = rows
-        numbers = [row.number for row in rows]
-        every = numbers == list(range(len(logits)))  # then nothing is copied
-        raw = (logits if every else logits[torch.tensor(numbers, device=logits.device)]).float()
+        every = [row.number for row in rows] == list(range(len(logits)))  # then nothing is copied
+        raw = (logits if every else logits[numbers_of(rows, logits.device)]).float()
         chosen = tokens.clamp(min=0)  # a row without a token has an error, and tells nothing
         scores = {i: row.processed(raw[i]) for i, row in enumerate(rows) if row.needs_scores()}
         self._logits = {i: raw[i].clone() for i, row in enumerate(rows) if row.params.output_logits}
@@ -85,7 +85,7 @@ class More:
         together = [i for i in range(len(rows)) if i not in alone]
         pieces = [_look(scores[i][None], chosen[i : i + 1], most) for i in alone]
         if together and alone:
-            places = torch.tensor(together, device=logits.device)
+            places = sent(torch.tensor(together), logits.device)
             pieces.append(_look(raw[places], chosen[places], most))
         elif together:
             pieces.append(_look(raw, chosen, most))
@@ -117,7 +117,7 @@ def tell(
     """Completes what was sampled in a step, by the number of its row. `kept`: as in Row, by the same number."""
     rows = rows_that_tell(parts, found, kept or {})
     if rows:
-        tokens = torch.tensor([found[row.number].token_id for row in rows], device=logits.device)
+        tokens = sent(torch.tensor([found[row.number].token_id for row in rows]), logits.device)
         More(logits, rows, tokens).add_to(found)
 
 
@@ -134,22 +134,19 @@ def rows_that_tell(parts: Sequence[PlanPart], among: Container[int], kept: Mappi
     return rows
 
 
+def numbers_of(rows: Sequence[Row], device: torch.device) -> Tensor:
+    return sent(torch.tensor([row.number for row in rows]), device)
+
+
 class Look:
     """Log-probabilities on their way to the host."""
 
     def __init__(self, pieces: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
-        columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
-        self._tensors = [column.to("cpu", non_blocking=True) for column in columns]
-        self._event = None
-        if columns[0].device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._wait = fetched([torch.cat(column) for column in zip(*pieces, strict=True)])
 
     def read(self) -> Iterator[tuple[float, list[float], list[int]]]:
         """Row by row the chosen token's, the best ones', and whose these are; waits until they are there."""
-        if self._event is not None:
-            self._event.synchronize()
-        return zip(*(tensor.tolist() for tensor in self._tensors), strict=True)
+        return zip(*(tensor.tolist() for tensor in self._wait()), strict=True)
 
 
 def _look(scores: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,11 +209,10 @@ def split(logits: Tensor, parts: Sequence[PlanPart]) -> tuple[Tensor, Prompts]:
         row += part.prompt_rows + part.samples
         sampled += range(row - part.samples, row)
     most = min(max(part.request.params.prompt_logprobs or 0 for part in scored), logits.shape[1])
-    tokens = torch.tensor(_tokens(scored), device=logits.device)
-    places = torch.tensor(told, device=logits.device)
+    tokens, places = (sent(torch.tensor(ids), logits.device) for ids in (_tokens(scored), told))
     pieces = zip(places.split(SLICE), tokens.split(SLICE), strict=True)
     look = Look([_look(logits[rows].float(), chosen, most) for rows, chosen in pieces])
-    return logits[torch.tensor(sampled, dtype=torch.long, device=logits.device)], Prompts(scored, look)
+    return logits[sent(torch.tensor(sampled, dtype=torch.long), logits.device)], Prompts(scored, look)
 
 
 def _tokens(parts: Sequence[PlanPart]) -> list[int]:

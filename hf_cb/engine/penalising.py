@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hf_cb.kernels.device import sent
 from hf_cb.penalties import Edits
 
 
@@ -46,4 +47,4 @@ def _flattened(
     known = (tokens >= 0) & (tokens < vocab)
     if not bool(known.all()):
         places, numbers = places[known], numbers[known]
-    return places.to(device, non_blocking=True), numbers.to(device, non_blocking=True)
+    return sent(places, device), sent(numbers, device)

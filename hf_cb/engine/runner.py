@@ -52,6 +52,10 @@ class Runner(Protocol):
         """Requests wait to come in: the time to prepare what takes longer than a step."""
         ...
 
+    def warm_up(self) -> None:
+        """No request waits yet: the time for what makes the first steps slow."""
+        ...
+
     def weights_key(self) -> object:
         """Changes when cached keys and values are no longer those of the weights."""
         ...

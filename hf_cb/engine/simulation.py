@@ -190,6 +190,8 @@ class NoModel:
 
     def new_requests(self) -> None: ...
 
+    def warm_up(self) -> None: ...
+
     def weights_key(self) -> object:
         return None
 

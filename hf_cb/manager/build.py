@@ -9,9 +9,11 @@ import torch
 from hf_cb.config import EngineConfig
 from hf_cb.engine.engine import Engine
 from hf_cb.errors import OptionError, UnsupportedModelError
+from hf_cb.kernels.device import finish
 from hf_cb.manager.leading import build_path, plan_path
 from hf_cb.manager.probe import Verdict, forget_verdict, judge
 from hf_cb.manager.training_mode import in_eval
+from hf_cb.models.device import device_of, without_autocast
 from hf_cb.models.plan import ModelPlan, Need
 from hf_cb.models.support import check_supported
 from hf_cb.modules.wanted import wanted
@@ -28,7 +30,7 @@ def plan_engine(model: PreTrainedModel, options: EngineConfig, need: Need | None
         UnsupportedModelError, OptionError: naming the model or the option, and the remedy.
     """
     check_supported(model)
-    with in_eval(model), torch.autocast("cpu", enabled=False):  # as the loop's thread will compute
+    with in_eval(model), without_autocast(device_of(model)):
         verdict = judge(model)
         for name in ("attention", "kv_dtype"):
             value = getattr(options, name)
@@ -50,5 +52,7 @@ def build_engine(model: PreTrainedModel, options: EngineConfig, need: Need | Non
     policy = make_policy(options.policy)
     with torch.inference_mode(False):  # the loop's thread will write to the cache outside of the caller's mode
         verdict, plan = plan_engine(model, options, need)
-        with in_eval(model), torch.autocast("cpu", enabled=False):
-            return build_path(verdict.path, model, plan, policy, options.modules or wanted(model))
+        with in_eval(model), without_autocast(device_of(model)):
+            engine = build_path(verdict.path, model, plan, policy, options.modules or wanted(model))
+        finish({parameter.device for parameter in model.parameters()})  # the loop's thread has a stream of its own
+        return engine

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from hf_cb.config import EngineConfig
 from hf_cb.core import GenerationOutput, Request
 from hf_cb.errors import ManagerStoppedError
+from hf_cb.kernels.device import on
 from hf_cb.manager.mailbox import make_output
 from hf_cb.manager.router import Router
 from hf_cb.text.prompts import encode_prompt
@@ -136,4 +138,18 @@ class TransformersCalls:
         self.loop.join(timeout)
 
     def warmup(self) -> None:
-        """Nothing is left to warm up once a manager is made; kept for transformers' callers."""
+        """On a GPU, records the decode steps that the first requests would wait for; elsewhere nothing takes long at
+        first. Returns when it is done, or before the start at once: then it is done at the start."""
+        done = threading.Event()
+
+        def warm_up() -> None:
+            runner = self.loop.engine.runner
+            with on(runner.device):
+                runner.warm_up()
+            done.set()
+
+        self.loop.post(warm_up)
+        if self.loop.is_running:
+            self.loop.check_may_wait()
+        while self.loop.is_running and not done.wait(0.1):
+            continue

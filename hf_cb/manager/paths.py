@@ -39,7 +39,7 @@ def make_runner(path: str, model: PreTrainedModel, plan: ModelPlan, modules: Mod
     if config.cuda_graphs and not is_sharded(model):  # not all ranks might record in the same step
         widest = -(-config.max_model_len // config.block_size)
         captured = CapturedFusedModel if fused else CapturedModel
-        return captured(cuda_captures(), config.max_num_seqs, widest, *arguments)
+        return captured(cuda_captures, config.most_rows, widest, *arguments)
     if fused:
         return FusedModel(*arguments)
     return PagedModel(*arguments) if modules == "off" else StackModel(modules, *arguments)

@@ -55,6 +55,7 @@ def open_manager(
     generation_config: GenerationConfig | None = None,
     block: bool = True,
     timeout: float | None = None,
+    warmup: bool = False,
 ) -> AbstractContextManager[ContinuousBatchingManager]:
     """A running manager. A persistent one is kept for the next session, and sized for any work, not only for this
     one's."""
@@ -65,12 +66,15 @@ def open_manager(
             keep(model, manager)
         return manager
 
-    return running(choose, block, timeout)
+    return running(choose, block, timeout, warmup)
 
 
 @contextmanager
 def running(
-    choose: Callable[[], ContinuousBatchingManager], block: bool = True, timeout: float | None = None
+    choose: Callable[[], ContinuousBatchingManager],
+    block: bool = True,
+    timeout: float | None = None,
+    warmup: bool = False,
 ) -> Iterator[ContinuousBatchingManager]:
     """A manager, running. The last session on it ends it: once its requests are finished, or, after an exception, at
     once. `choose` is called by one thread at a time.
@@ -81,6 +85,8 @@ def running(
     finished = False
     try:
         manager.start()
+        if warmup:
+            manager.warmup()
         yield manager
         finished = True
     except GeneratorExit:  # perhaps by a garbage collection, in whatever thread: nobody may wait there

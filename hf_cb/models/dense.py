@@ -66,6 +66,9 @@ class DenseModel:
     def new_requests(self) -> None:
         """Nothing to prepare."""
 
+    def warm_up(self) -> None:
+        """Nothing takes long at first."""
+
     def weights_key(self) -> object:
         return None  # nothing is shared between requests
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,15 @@ def device_of(model: PreTrainedModel) -> torch.device:
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     given = (getattr(hook, "execution_device", None) for hook in hooks)
     return next((torch.device(d) for d in given if d is not None), device)
+
+
+@contextlib.contextmanager
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """As in the thread that computes steps, whatever the caller has: what autocast makes of a model is another."""
+    with contextlib.ExitStack() as stack:
+        for kind in {"cpu", device.type} - {"meta"}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def turn(model: PreTrainedModel, always: bool = False) -> AbstractContextManager[Any]:

@@ -27,7 +27,7 @@ from hf_cb.models.plan import ModelPlan
 from hf_cb.models.reading import read_decoder
 from hf_cb.models.sharding import is_sharded
 from hf_cb.models.watching import least_blocks
-from hf_cb.modules.gpu_decoder import GpuDecoder, GpuLayer, on
+from hf_cb.modules.gpu_decoder import GpuDecoder, GpuLayer
 from hf_cb.modules.merged import merge
 from hf_cb.modules.others import is_computing
 from hf_cb.modules.recipe import LayerRecipe
@@ -119,7 +119,7 @@ class FusedModel(PagedModel):
             return super()._compute(batch)
         if fused.decoder.dtype != self.trace.layers[0].dtype:
             return super()._compute(batch)  # which says what is wrong
-        with self._turn, on(self.device):
+        with self._turn:
             return fused.decoder.logits(batch, caches(self, batch, range(len(self.trace.layers))))
 
 
@@ -185,15 +185,17 @@ def _learn(paged: PagedModel) -> Fused:
     if why := _obstacle(paged, fused.guard):
         say(model, "layers", NotRecognised(why))
         return Fused(fused.guard, why, for_now=True)
-    if paged.num_blocks < least_blocks(paged):
-        paged = PagedModel(model, paged.trace, paged.groups, paged.backend, least_blocks(paged), paged.block_size)
+    backend = paged.backend
+    if isinstance(backend, TritonBackend) and backend.kv_dtype is not None:
+        backend = TritonBackend()  # what differs by rounding alone would differ by a whole step of the cache's
+    if paged.num_blocks < least_blocks(paged) or backend is not paged.backend:
+        paged = PagedModel(model, paged.trace, paged.groups, backend, least_blocks(paged), paged.block_size)
     try:
         reading = read_decoder(paged, _fused_layer)
         decoder = GpuDecoder(reading.recipe)
         fused = Fused(Guard(model, reading.recipe), decoder=decoder)
         fused.merge(model)
-        with on(paged.device):
-            got = decoder.logits(reading.batch, caches(paged, reading.batch, range(len(paged.trace.layers))))
+        got = decoder.logits(reading.batch, caches(paged, reading.batch, range(len(paged.trace.layers))))
         check_logits(got.float(), reading.logits, decoder.dtype)
         return fused
     except Exception as reason:  # whatever it is, the model's own layers will do
@@ -220,6 +222,5 @@ def _fused_layer(paged: PagedModel, batch: StepBatch, index: int, recipe: LayerR
     layer = GpuLayer(recipe)
     rotary = recipe.rotary
     angles = {rotary.key: rotary.angles(batch.position_ids)} if rotary is not None else {}
-    with on(paged.device):
-        hidden, more = layer.run(before.clone(), None, angles, *caches(paged, batch, [index]))
+    hidden, more = layer.run(before.clone(), None, angles, *caches(paged, batch, [index]))
     return hidden + more

@@ -25,6 +25,45 @@ def effective(hooks: Iterable[dict[int, Any]]) -> Iterator[Any]:
             yield hook
 
 
+class Places:
+    """Where a model's weights and buffers lie, and which adapters are active: what a recorded step has for good, and
+    what a `Guard` of modules does not see."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors: list[tuple[Any, str, Any]] = []
+        self._adapters: list[tuple[dict[str, Any], list[str]]] = []
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers):
+                self._tensors += [(tensors, name, t) for name, t in tensors.items() if t is not None]
+            if "_active_adapter" in module.__dict__:
+                self._adapters.append((module.__dict__, adapters_of(module.__dict__)))
+        every = [tensor for _, _, tensor in self._tensors]
+        self._addresses = [tensor.data_ptr() for tensor in every]
+        # a quantised weight may be a wrapper that owns no memory
+        self._inside = [(tensor, _addresses(tensor)) for tensor in every if hasattr(tensor, "__tensor_flatten__")]
+
+    def are_same(self) -> bool:
+        """Asked at every step."""
+        for (tensors, name, tensor), address in zip(self._tensors, self._addresses, strict=True):
+            if tensors.get(name) is not tensor or tensor.data_ptr() != address:
+                return False
+        return all(_addresses(t) == then for t, then in self._inside) and all(
+            adapters_of(attributes) == then for attributes, then in self._adapters
+        )
+
+
+def _addresses(tensor: Tensor) -> list[int]:
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor.data_ptr()]
+    inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [address for t in inside if isinstance(t, Tensor) for address in _addresses(t)]
+
+
+def adapters_of(attributes: dict[str, Any]) -> list[str]:
+    """Of a layer of PEFT, by its `__dict__`: adapters are switched without touching a parameter."""
+    return [repr(attributes.get(n)) for n in ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters")]
+
+
 class Guard:
     """Notes a model's modules, and for whole layers (`recipe`) also hooks, weights and what was copied of them.
 

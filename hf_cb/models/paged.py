@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from hf_cb.attention.backend import AttentionBackend
 from hf_cb.attention.interception import AttentionCall, Drive, stepping
 from hf_cb.core import Request
-from hf_cb.errors import ModelChangedError
+from hf_cb.errors import ModelChangedError, OptionError
+from hf_cb.kernels.device import host_room, sent
 from hf_cb.models.device import device_of, turn
 from hf_cb.models.groups import LayerGroup, storage_layers
+from hf_cb.models.guard import adapters_of
 from hf_cb.models.recurrent import RecurrentStates
 from hf_cb.models.rope import LengthDependentRope
 from hf_cb.models.trace import Trace
@@ -48,7 +50,7 @@ class PagedModel:
         self.storages = [
             backend.allocate(trace.layers[i], num_blocks + 1, block_size) for i in storage_layers(self.groups)
         ]
-        self._host_storages = [[pinned(host_blocks, t) for t in backend.tensors(s)] for s in self.storages]
+        self._host_storages = [_on_host(host_blocks, backend.tensors(storage)) for storage in self.storages]
         self._index = {key: i for i, key in enumerate(trace.keys)}
         self._place = {
             layer: (g, storage)
@@ -79,6 +81,9 @@ class PagedModel:
 
     def new_requests(self) -> None:
         """Nothing to prepare."""
+
+    def warm_up(self) -> None:
+        """Nothing takes long at first."""
 
     def weights_key(self) -> object:
         """Moves when a parameter was written to or replaced (writes through `.data` leave no trace), a module was, or
@@ -139,19 +144,22 @@ class PagedModel:
             for storage in group.storages if part.copies else ():
                 copies.setdefault(storage, []).extend(part.copies)
         for storage, pairs in copies.items():
-            self.backend.copy_blocks(self.storages[storage], torch.tensor(pairs))
+            self.backend.copy_blocks(self.storages[storage], sent(torch.tensor(pairs), batch.input_ids.device))
         for group, part in zip(self.groups, batch.groups, strict=True):
             if part.cleared:
-                blocks = torch.tensor(part.cleared, device=batch.input_ids.device)
+                blocks = sent(torch.tensor(part.cleared), batch.input_ids.device)
                 for storage in group.storages:
                     self.backend.clear_blocks(self.storages[storage], blocks)
             for storage in group.storages if part.loads else ():
                 copy_rows(self._host_storages[storage], self.backend.tensors(self.storages[storage]), part.loads)
 
 
-def pinned(num_blocks: int, like: Tensor) -> Tensor:
-    """Room in the host's memory for so many blocks of a cache, from which a GPU copies by itself."""
-    return torch.empty(num_blocks, *like.shape[1:], dtype=like.dtype, pin_memory=like.is_cuda and num_blocks > 0)
+def _on_host(num_blocks: int, like: Sequence[Tensor]) -> list[Tensor]:
+    """Room in the host's memory for so many blocks of a storage with these tensors."""
+    try:
+        return [host_room((num_blocks, *tensor.shape[1:]), tensor.dtype, tensor.device) for tensor in like]
+    except RuntimeError as error:
+        raise OptionError(f"cpu_offload_space is more than the host has to give ({error}): lower it.") from error
 
 
 def copy_rows(sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
@@ -180,9 +188,8 @@ def _marks_of(module: nn.Module) -> Iterator[object]:
         if parameter is not None:
             yield _version_of(parameter)
     attributes = module.__dict__
-    if "_active_adapter" in attributes:  # a layer of PEFT: adapters are switched without touching a parameter
-        names = ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters")
-        yield repr([attributes.get(name) for name in names])
+    if "_active_adapter" in attributes:
+        yield adapters_of(attributes)
 
 
 def _version_of(tensor: Tensor) -> object:

@@ -91,6 +91,9 @@ class LeadingRunner:
     def new_requests(self) -> None:
         self.inner.new_requests()
 
+    def warm_up(self) -> None:
+        """Steps of several processes are not recorded."""
+
     def weights_key(self) -> object:
         return self.inner.weights_key()
 

@@ -6,10 +6,8 @@ here waits for the device or looks at a value, so a step can be captured.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -194,8 +192,3 @@ def lacking(recipe: LayerRecipe) -> str | None:
 
 def _is_other_norm(norm: NormRecipe) -> bool:
     return norm.centred or getattr(norm.module, "bias", None) is not None
-
-
-def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    return contextlib.nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)

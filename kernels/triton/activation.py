@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cb.kernels.device import on
+
 ACTIVATIONS = ("silu", "gelu", "gelu_erf", "gelu_tanh", "relu", "relu2")
 
 
@@ -85,5 +87,8 @@ def act_and_mul(gate_up: Tensor, *, activation: str = "silu", out: Tensor | None
         )
     if tokens:
         config = config_for(size, activation)
-        act_and_mul_kernel[(tokens * config["PARTS"],)](gate_up, out, size, gate_up.stride(0), out.stride(0), **config)
+        with on(out.device):
+            act_and_mul_kernel[(tokens * config["PARTS"],)](
+                gate_up, out, size, gate_up.stride(0), out.stride(0), **config
+            )
     return out

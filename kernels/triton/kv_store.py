@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cb.kernels.device import on
+
 BITS_OF_E4M3 = (torch.float8_e4m3fn, torch.uint8)
 
 
@@ -221,22 +223,23 @@ def store_kv(
     if not k.shape[0]:
         return
     config = config_for(k.shape[1], k.shape[2], v.shape[2])
-    store_kv_kernel[(k.shape[0] * config["PARTS"],)](
-        k,
-        v,
-        *bits,
-        slot_mapping,
-        k_scale,
-        v_scale,
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        scale_stride(k_scale),
-        scale_stride(v_scale),
-        PAGE=k_cache.shape[1],
-        **config,
-    )
+    with on(k.device):
+        store_kv_kernel[(k.shape[0] * config["PARTS"],)](
+            k,
+            v,
+            *bits,
+            slot_mapping,
+            k_scale,
+            v_scale,
+            *k.stride()[:2],
+            *v.stride()[:2],
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
+            scale_stride(k_scale),
+            scale_stride(v_scale),
+            PAGE=k_cache.shape[1],
+            **config,
+        )
 
 
 def check_slots(slot_mapping: Tensor, tokens: int) -> None:

@@ -7,7 +7,6 @@ would not fill the device or one long request would hold up a step of decodes.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from hf_cb.kernels.device import on
 from hf_cb.kernels.triton.paged_attention_config import (
     MOST_DIM,
     Config,
@@ -162,7 +162,7 @@ def paged_attention(
     )
     config, tiles = found.config, found.tiles
     options: dict[str, Any] = {**constexprs(shape, config), **config.options}
-    with _on(q.device):
+    with on(q.device):
         if found.num_splits == 1:
             grid = (num_kv_heads, tiles)
             unified_kernel[grid](out, *inputs, block_table.stride(0), *seen, *factors, *strides, **options)
@@ -252,8 +252,3 @@ def _check(
 def _has_float8(device: torch.device) -> bool:
     """Whether Triton knows e4m3 there; elsewhere the kernels take its bits apart."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def _on(device: torch.device) -> Any:
-    """Triton launches on the current device."""
-    return contextlib.nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)

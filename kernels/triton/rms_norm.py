@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cb.kernels.device import on
+
 MOST_COLUMNS = 32768  # of a row: it stays in registers, 32 elements a thread
 
 
@@ -142,21 +144,22 @@ def rms_norm(
     rows, config = x.numel() // size, config_for(size)
     if rows:
         x_strides, out_strides, residual_strides = strides[:2], strides[2:4], strides[4:] or [0] * 4
-        rms_norm_kernel[(triton.cdiv(rows, config["ROWS"]),)](
-            x,
-            weight,
-            residual,
-            out,
-            residual_out,
-            rows,
-            heads,
-            eps,
-            offset,
-            *x_strides,
-            *residual_strides[:2],
-            *out_strides,
-            *residual_strides[2:],
-            IN_FP32=weight_in_fp32,
-            **config,
-        )
+        with on(x.device):
+            rms_norm_kernel[(triton.cdiv(rows, config["ROWS"]),)](
+                x,
+                weight,
+                residual,
+                out,
+                residual_out,
+                rows,
+                heads,
+                eps,
+                offset,
+                *x_strides,
+                *residual_strides[:2],
+                *out_strides,
+                *residual_strides[2:],
+                IN_FP32=weight_in_fp32,
+                **config,
+            )
     return out if residual_out is None else (out, residual_out)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cb.kernels.device import on
 from hf_cb.kernels.triton.kv_store import as_stored, cache_for_kernel, check_slots, scale_stride
 from hf_cb.kernels.triton.rotary import store_pairs, turned
 
@@ -194,30 +195,31 @@ def rope_store(
         return q_out
     config = config_for(num_heads, k.shape[1], dim, v.shape[2], rotary_dim)
     groups = triton.cdiv(num_heads, config["HEADS"]) + triton.cdiv(k.shape[1], config["HEADS"])
-    rope_store_kernel[(tokens * groups,)](
-        q,
-        k,
-        v,
-        cos,
-        sin,
-        q_weight,
-        k_weight,
-        q_out,
-        *bits,
-        slot_mapping,
-        k_scale,
-        v_scale,
-        eps,
-        offset,
-        *(stride for x in (q, k, v, cos, sin, q_out) for stride in x.stride()[:2]),
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        scale_stride(k_scale),
-        scale_stride(v_scale),
-        PAGE=k_cache.shape[1],
-        INTERLEAVED=interleaved,
-        IN_FP32=weight_in_fp32,
-        COPY_REST=rotary_dim < dim and (bool(weights) or q_out is not q),
-        **config,
-    )
+    with on(q.device):
+        rope_store_kernel[(tokens * groups,)](
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            q_weight,
+            k_weight,
+            q_out,
+            *bits,
+            slot_mapping,
+            k_scale,
+            v_scale,
+            eps,
+            offset,
+            *(stride for x in (q, k, v, cos, sin, q_out) for stride in x.stride()[:2]),
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
+            scale_stride(k_scale),
+            scale_stride(v_scale),
+            PAGE=k_cache.shape[1],
+            INTERLEAVED=interleaved,
+            IN_FP32=weight_in_fp32,
+            COPY_REST=rotary_dim < dim and (bool(weights) or q_out is not q),
+            **config,
+        )
     return q_out

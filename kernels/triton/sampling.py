@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cb.kernels.device import on
 from hf_cb.kernels.triton.selection import (
     LEAST,
     LOWEST,
@@ -257,7 +258,8 @@ def sample(
     listed = torch.empty(rows, config["DEPTH"] * config["BLOCK"], dtype=torch.int16, device=logits.device)
     if rows:
         given = (tensor for tensor, _ in settings.values())
-        sample_kernel[(rows,)](logits, *given, out, logprobs_out, listed, vocab, logits.stride(0), **config)
+        with on(logits.device):
+            sample_kernel[(rows,)](logits, *given, out, logprobs_out, listed, vocab, logits.stride(0), **config)
     return out
 
 
@@ -273,5 +275,6 @@ def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
     (rows, vocab), config = logits.shape, config_for(logits.shape[1])
     del config["DEPTH"]
     if rows:
-        argmax_kernel[(rows,)](logits, out, vocab, logits.stride(0), **config)
+        with on(logits.device):
+            argmax_kernel[(rows,)](logits, out, vocab, logits.stride(0), **config)
     return out

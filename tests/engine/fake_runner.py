@@ -32,6 +32,8 @@ class FakeRunner:
 
     def new_requests(self) -> None: ...
 
+    def warm_up(self) -> None: ...
+
     def weights_key(self) -> object:
         return self.key
 

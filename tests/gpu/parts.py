@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from busy import while_decoding
 from models import CONFIGS, make, traffic
 
 import hf_cb
@@ -17,6 +19,7 @@ from hf_cb.attention.choice import survey
 from hf_cb.bench.engines import HfCb, TransformersBatching
 from hf_cb.bench.floor import least_time, model_cost
 from hf_cb.bench.speeds import Speeds, measure
+from hf_cb.bench.workload import Workload
 from hf_cb.steps import GroupBatch, LayerFacts, StepBatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -120,20 +123,19 @@ def decodes(batch: int, context: int, width: int, page: int) -> StepBatch:
     )
 
 
-def engine(speeds: dict[str, float]) -> dict[str, Any]:
-    """256 requests against transformers' own continuous batching, and against the floor of bytes and operations."""
+def engine(speeds: dict[str, float], note: Callable[[dict[str, Any]], object] = lambda found: None) -> dict[str, Any]:
+    """256 requests against the floor of bytes and operations and against transformers' own continuous batching, and how
+    busy the device is while 256, and one, decode. `note` is told what is found, as it comes."""
     found: dict[str, Any] = {}
-    for name in [n for n in CONFIGS if n != "tiny"] if DEVICE == "cuda" else ["tiny"]:
-        model = make(name, torch.bfloat16, DEVICE)
-        vocab = CONFIGS[name].vocab_size
-        work = traffic(vocab, 256, 100, 1024) if DEVICE == "cuda" else traffic(vocab, 4, 5, 20)
-        few = traffic(vocab, 8, 16, 64, seed=1)
-        ours, theirs = HfCb(model), TransformersBatching(model)
+    cuda = DEVICE == "cuda"
+    names = [n for n in CONFIGS if n != "tiny"] if cuda else ["tiny"]
+    for name in names:
+        model, work, few = make(name, torch.bfloat16, DEVICE), *loads(CONFIGS[name].vocab_size)
+        ours = HfCb(model)
         ours.run(few)
         run = ours.run(work)
-        full = [
-            s for s in run.steps if s.prefill_tokens == 0 and s.requests >= 0.9 * max(x.requests for x in run.steps)
-        ]
+        most = max(step.requests for step in run.steps)
+        full = [step for step in run.steps if step.prefill_tokens == 0 and step.requests >= 0.9 * most]
         floor = least_time(model_cost(model), work, Speeds(speeds["bandwidth"], speeds["rate"], ""), 256, budget=8192)
         found[name] = dict(
             tok_s=run.tok_s,
@@ -144,14 +146,29 @@ def engine(speeds: dict[str, float]) -> dict[str, Any]:
             full_decode_steps=len(full),
             host_ms=1e3 * sum(s.host_s for s in full) / max(1, len(full)),
         )
+        sizes = ((256, 64, 160), (1, 64, 160)) if cuda else ((4, 8, 24),)
+        found[name]["decoding"] = [while_decoding(model, DEVICE, *size) for size in sizes]
+        note(found)
+        del model, ours
+    for name in names:  # last, since it may take longest
+        model, work, few = make(name, torch.bfloat16, DEVICE), *loads(CONFIGS[name].vocab_size)
+        theirs = TransformersBatching(model)
         theirs.run(few)
         peer = theirs.run(work)
-        found[name] |= dict(transformers_tok_s=peer.tok_s, ratio=run.tok_s / peer.tok_s)
-        del model, ours, theirs
+        found[name] |= dict(transformers_tok_s=peer.tok_s, ratio=found[name]["tok_s"] / peer.tok_s)
+        note(found)
+        del model, theirs
     return found
+
+
+def loads(vocab: int) -> tuple[Workload, Workload]:
+    """What is measured, and a little before it."""
+    work = traffic(vocab, 256, 100, 1024) if DEVICE == "cuda" else traffic(vocab, 4, 5, 20)
+    return work, traffic(vocab, 8, 16, 64, seed=1)
 
 
 if __name__ == "__main__":
     part, file, given = sys.argv[1:4]
-    measured = globals()[part](json.loads(given))
+    options = {"note": lambda found: Path(file).write_text(json.dumps(found))} if part == "engine" else {}
+    measured = globals()[part](json.loads(given), **options)
     Path(file).write_text(json.dumps(measured))

@@ -32,7 +32,8 @@ def run_part(name: str, speeds: dict[str, float]) -> Any:
             done = subprocess.run(command, capture_output=True, text=True, timeout=PARTS[name])
         except subprocess.TimeoutExpired as late:
             said = (late.stdout or b"")[-2000:]
-            return {"error": f"took longer than {PARTS[name]} s", "output": said.decode(errors="replace")}
+            known = json.loads(found.read_text()) if found.exists() else {}  # before it was too late
+            return known | {"error": f"took longer than {PARTS[name]} s", "output": said.decode(errors="replace")}
         seconds = round(time.perf_counter() - began, 1)
         said = (done.stdout + done.stderr)[-3000:]
         if name == "kernel_tests":
