@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from hf_cb.core import FinishReason, Request, Status, Update
 from hf_cb.engine import records
@@ -99,7 +100,7 @@ class Commits:
         request.token_ids.append(found.token_id)
         request.timestamps.append(now)
         request.first_token = now if request.first_token is None else request.first_token
-        columns = (request.logprobs, request.top_logprobs, request.logits, request.scores)
+        columns: tuple[list[Any], ...] = (request.logprobs, request.top_logprobs, request.logits, request.scores)
         for column, value in zip(columns, (found.logprob, found.top, found.logits, found.scores), strict=True):
             if value is not None:
                 column.append(value)
