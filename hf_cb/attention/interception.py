@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from hf_cb.attention.masks import NOTHING, MaskSpec, intersection, mark, spec_of, union, with_spec
@@ -117,6 +118,9 @@ def _attention(
         softcap=softcap,
         has_sinks=s_aux is not None,
     )
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # torch's own attention computes in that dtype then, whatever it is given
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return step.attend(module, q, k, v, call, s_aux)[None], None
 

@@ -147,7 +147,8 @@ def _first_right(
     why = [of_twin.reason] if of_twin and of_twin.reason else []
     for path in paths:
         try:
-            got = _run(_build(path, model), prompts, new_tokens, forced).seen
+            engine = _build(path, model)
+            got = _run(engine, prompts, new_tokens, forced).seen
         except (MemoryError, torch.OutOfMemoryError):
             raise  # says nothing about the path
         except Exception as error:
@@ -155,12 +156,18 @@ def _first_right(
             why.append(f"{path}: {said}")
             continue
         off = max(_distance(a, b) for name in want for a, b in zip(want[name], got[name], strict=True))
-        if off <= limit:
+        if off <= max(limit, _limit_of_layers(engine)):
             return Verdict(path, "; ".join(why))
         why.append(f"{path}: its logits are not generate's (off by {off:.1g} times the largest one)")
     raise UnsupportedModelError(
         f"{type(model).__name__} cannot be batched, as no path agrees with it: {'; '.join(why)}"
     )
+
+
+def _limit_of_layers(engine: Engine) -> float:
+    """Attention may be in another dtype than the weights (a forward that mixes precisions, as trainers wrap it)."""
+    trace = getattr(engine.runner, "trace", None)
+    return max((TOLERANCE.get(layer.dtype, 8e-2) for layer in trace.layers), default=0.0) if trace else 0.0
 
 
 def _prompts(model: PreTrainedModel, lengths: Sequence[int]) -> dict[str, list[int]]:

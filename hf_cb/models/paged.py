@@ -225,9 +225,10 @@ class _PagedStep:
                 f"{type(module).__name__} attends otherwise than when it was traced ({call}); was the model changed?"
             )
         layer = owner.trace.layers[index]
-        if (k.dtype, k.device) != (layer.dtype, layer.device):
+        other = next((x.dtype for x in (q, k, v) if x.dtype != layer.dtype), layer.dtype)
+        if other != layer.dtype or k.device != layer.device:
             raise ModelChangedError(
-                f"The model computes in {k.dtype} on {k.device} now, and its KV cache is in {layer.dtype} on "
+                f"The model computes in {other} on {k.device} now, and its KV cache is in {layer.dtype} on "
                 f"{layer.device}: make a new manager after model.to()."
             )
         group, storage = owner._place[index]

@@ -7,6 +7,7 @@ import gc
 import pickle
 import threading
 import weakref
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -211,6 +212,27 @@ def test_writes_that_leave_no_trace(modules: str, ways) -> None:
                 parameter.data.mul_(factor)
         assert same(ours.generate(prompt, **GREEDY), plain.generate(prompt, **GREEDY))
     assert ways.take() == []
+    hf_cb.restore(ours)
+
+
+def mixed(model: Any) -> Any:
+    """As accelerate prepares a model for training in mixed precision."""
+    model.forward = MethodType(torch.autocast("cpu", dtype=torch.bfloat16)(model.forward.__func__), model)
+    return model
+
+
+def test_mixed_precision(ways) -> None:
+    """Values come to attention in another dtype than keys; a manager from before notices that it is the wrong one."""
+    ours = hf_cb.accelerate(make_model())
+    ours.generate(**padded(), **GREEDY)
+    plain, ours = mixed(make_model()), mixed(ours)
+    want = plain.generate(**padded(), **GREEDY)
+    assert same(ours.generate(**padded(), **GREEDY), want)
+    assert "computes in torch.bfloat16 on cpu now" in ways.take()[0]
+    got = ours.generate(**padded(), **GREEDY)
+    assert ways.take() == [] and hf_cb.explain(ours).path == "paged"
+    agreed = (got == want)[:, 12:].float().mean()
+    assert agreed > 0.8, "in bfloat16 near-ties may fall the other way"
     hf_cb.restore(ours)
 
 
