@@ -15,6 +15,7 @@ from hf_cb.manager import calls, following, kept, session
 from hf_cb.manager.generating import run as routing
 from hf_cb.manager.generating.call import Call
 from hf_cb.manager.manager import ContinuousBatchingManager
+from hf_cb.models.support import check_supported
 from hf_cb.text.media import media_inputs
 
 if TYPE_CHECKING:
@@ -203,6 +204,7 @@ def _batch(
     options: dict[str, Any],
 ) -> calls.Batch:
     """The arguments of a call, sorted; `generate_batch(**tokenizer(...))` works too."""
+    check_supported(model)
     options.pop("token_type_ids", None)
     if not media_inputs({"mm_token_type_ids": options.get("mm_token_type_ids")}):
         options.pop("mm_token_type_ids", None)
