@@ -19,6 +19,7 @@ from hf_cb.bench.run import BenchResult
 from hf_cb.bench.speeds import Speeds, best_of
 from hf_cb.bench.sweep import build_tiny
 from hf_cb.bench.workload import BenchRequest, Workload, poisson
+from hf_cb.metrics.files import check_picture
 
 # a weight read takes 1 s, a token's products 0.001 s, and each token of KV that is read 0.01 s
 COST = ModelCost(body=400, head=100, weight_bytes=100.0, kv_bytes=(1,), windows=(None,))
@@ -135,16 +136,16 @@ def test_the_table_holds_everybody_against_the_floor():
 
 def test_a_plot_that_cannot_be_drawn_is_refused_at_once(monkeypatch, tmp_path):
     with pytest.raises(hf_cb.OptionError, match="no such folder"):
-        plot.check_plot(tmp_path / "none" / "x.png")
+        check_picture(tmp_path / "none" / "x.png", "--plot")
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     with pytest.raises(hf_cb.OptionError, match="pip install matplotlib"):
-        plot.check_plot(tmp_path / "x.png")
+        check_picture(tmp_path / "x.png", "--plot")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 def test_a_plot(tmp_path):
     with pytest.raises(hf_cb.OptionError, match="must end with"):
-        plot.check_plot(tmp_path / "x.warp")
-    plot.check_plot(tmp_path / "x.svg")
+        check_picture(tmp_path / "x.warp", "--plot")
+    check_picture(tmp_path / "x.svg", "--plot")
     plot.draw(summary_of(), tmp_path / "x.svg")
     assert "<svg" in (tmp_path / "x.svg").read_text()

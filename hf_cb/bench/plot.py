@@ -6,20 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_cb.bench.report import PERCENTILES
-from hf_cb.errors import OptionError
-
-
-def check_plot(path: Path) -> None:
-    """OptionError if no picture can be drawn there: better before the work than after it."""
-    if not path.parent.is_dir():
-        raise OptionError(f"--plot {path}: there is no such folder.")
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise OptionError("--plot takes matplotlib: pip install matplotlib") from error
-    known = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:].lower() not in known:
-        raise OptionError(f"--plot {path}: the name must end with one of {', '.join(f'.{kind}' for kind in known)}.")
+from hf_cb.metrics.files import write_figure
 
 
 def draw(summary: dict[str, Any], path: Path) -> None:
@@ -48,7 +35,7 @@ def draw(summary: dict[str, Any], path: Path) -> None:
         f"{load['name']}: {load['requests']} requests, {load['prompt_tokens']} prompt and {load['output_tokens']} "
         f"output tokens{of_model}"
     )
-    figure.savefig(path)
+    write_figure(figure, path)
 
 
 def _percentiles(axes: Any, engines: dict[str, Any], names: list[str], which: str, factor: float, title: str) -> None:

@@ -97,9 +97,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table; 1 if an engine failed or made other tokens than ordered."""
-    if args.json is not None and not args.json.parent.is_dir():
-        raise OptionError(f"--json {args.json}: there is no such folder.")  # better now than after the work
-
     from hf_cb.bench import speeds
     from hf_cb.bench.engines import NAMES, HfCb, make_engines
     from hf_cb.bench.floor import least_time, model_cost
@@ -107,11 +104,14 @@ def run(args: argparse.Namespace) -> int:
     from hf_cb.bench.peer import PEERS, Peer
     from hf_cb.bench.report import summarize, table
     from hf_cb.bench.run import run_engines
+    from hf_cb.metrics.files import check_folder, check_picture, write_file
 
+    if args.json is not None:
+        check_folder(args.json, "--json")
     if args.plot is not None:
-        from hf_cb.bench.plot import check_plot, draw
+        from hf_cb.bench.plot import draw
 
-        check_plot(args.plot)
+        check_picture(args.plot, "--plot")
     pythons, given = _pairs("--env", args.env, PEERS), _pairs("--peer-model", args.peer_model, PEERS)
     names = _names(args.engines or ",".join((*HERE, *pythons)), NAMES, pythons)
     options = _engine_options(args)
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{summary['model']['class']}, {summary['model']['dtype']}, on {summary['machine']['cpu']}")
     print(table(summary))
     if args.json is not None:
-        args.json.write_text(json.dumps(summary, indent=2) + "\n")
+        write_file(args.json, (json.dumps(summary, indent=2) + "\n").encode())
     if args.plot is not None:
         draw(summary, args.plot)
     return int(bool(summary["problems"]))

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--memory", metavar="SIZE", help='free memory to plan for, such as "80GiB" (default: what is)')
     group.add_argument("--kv-budget", metavar="SIZE", help='memory for the KV cache, such as "2GiB"')
-    group.add_argument("--kv-dtype", choices=("int8",), help="quantise the KV cache")
+    group.add_argument("--kv-dtype", choices=("int8", "fp8"), help="quantise the KV cache")
     for name in ("max-model-len", "max-num-seqs", "max-batch-tokens", "block-size"):
         group.add_argument(f"--{name}", type=count, metavar="N", help=f"as {name.replace('-', '_')} of EngineConfig")
     parser.add_argument("--no-speed", action="store_true", help="do not measure this machine: no step times")

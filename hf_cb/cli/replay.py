@@ -65,25 +65,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the tables; 1 if a request failed."""
-    for option in ("json", "save_trace"):
-        path = getattr(args, option)
-        if path is not None and not path.parent.is_dir():  # better now than after the work
-            raise OptionError(f"--{option.replace('_', '-')} {path}: there is no such folder.")
     if not 0 < args.confidence < 1:
         raise OptionError(f"--confidence {args.confidence} must be between 0 and 1.")
 
-    from hf_cb.bench.plot import check_plot
     from hf_cb.bench.replay.plot import draw
     from hf_cb.bench.replay.report import table
     from hf_cb.bench.replay.slo import Slo
     from hf_cb.bench.replay.summary import joined, summarize
+    from hf_cb.metrics.files import check_folder, check_picture, write_file
 
+    for option in ("json", "save_trace"):
+        if (path := getattr(args, option)) is not None:
+            check_folder(path, f"--{option.replace('_', '-')}")
     if args.plot is not None:
-        check_plot(args.plot)
+        check_picture(args.plot, "--plot")
     slo = None if args.slo is None else Slo.parse(args.slo, args.slo_share)
     if args.compare is not None:
         _refuse_beside_compare(args)
-        about, settings, turns = joined(*map(_saved, args.compare))
+        try:
+            about, settings, turns = joined(*map(_saved, args.compare))
+        except (KeyError, TypeError, AttributeError) as error:
+            names = " or ".join(map(str, args.compare))
+            raise OptionError(f"--compare: {names} is no file of hf-cb replay --json ({error!r}).") from error
     else:
         about, settings, turns = _measured(args)
     summary = summarize(about, settings, turns, slo, args.confidence)
@@ -91,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{model['class']}, {model['dtype']}, on {summary['machine']['gpu'] or summary['machine']['cpu']}")
     print(table(summary))
     if args.json is not None:
-        args.json.write_text(json.dumps(summary) + "\n", encoding="utf-8")
+        write_file(args.json, (json.dumps(summary) + "\n").encode())
     if args.plot is not None:
         draw(summary, args.plot)
     return int(any(found["counts"]["error"] for found in summary["settings"].values()))
@@ -104,6 +107,7 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any],
     from hf_cb.bench.replay.settings import HELD, check_comparable
     from hf_cb.bench.replay.summary import circumstances, described
     from hf_cb.bench.replay.turn import Turn
+    from hf_cb.metrics.files import write_file
     from hf_cb.models.plan import model_length
 
     settings = _settings(args)
@@ -114,7 +118,7 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any],
     longest = min(model_length(model), first.max_model_len or sys.maxsize, args.max_len or sys.maxsize)
     shaped = shape(trace, args.speed, args.limit, longest)
     if args.save_trace is not None:
-        args.save_trace.write_text("".join(shaped.trace.lines()), encoding="utf-8")
+        write_file(args.save_trace, "".join(shaped.trace.lines()).encode())
     calls = make_calls(shaped.trace, model.get_input_embeddings().weight.shape[0], args.seed, tokenizer)
     held = {name: getattr(first, name) for name in HELD} | {"seed of prompts": args.seed}
     about = circumstances(model, args.model or "demo", shaped, held, args.speed)

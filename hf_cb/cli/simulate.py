@@ -155,6 +155,7 @@ def _read(path: Path) -> list[SimulatedRequest]:
 
 
 NEEDED = {"prompt": 1, "output": 1}  # and the least value of each
+MOST = 2**22  # tokens of a request, and seconds: no model reads so many, and a list of all of them is kept
 LEAST: dict[str, float] = {**NEEDED, "arrival": 0, "deadline": 0, "prefix_tokens": 0, "priority": float("-inf")}
 KINDS: dict[str, tuple[type, ...]] = {
     "name": (str,),
@@ -179,7 +180,7 @@ def _one(entry: Any, place: int) -> SimulatedRequest:
     for name, value in entry.items():
         if name not in known:
             raise OptionError(f"Request {place} has {name!r}; known are {', '.join(known)}.")
-        right = type(value) in KINDS[name] and not (name in LEAST and value < LEAST[name])
+        right = type(value) in KINDS[name] and (name not in LEAST or LEAST[name] <= value <= MOST)
         if not right:
             raise OptionError(f"Request {place}: {name} is {value!r}; wanted is {_words(name)}.")
     missing = [name for name in NEEDED if name not in entry]
@@ -193,7 +194,7 @@ def _words(name: str) -> str:
     words = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
     kind = words[KINDS[name][-1]]
     least = LEAST.get(name, float("-inf"))
-    return kind if least == float("-inf") else f"{kind} from {least:g} up"
+    return kind if least == float("-inf") else f"{kind} from {least:g} to {MOST:,}"
 
 
 def _letters(place: int) -> str:

@@ -51,14 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Writes the files and prints `handle.why()` of each request; 1 if one of them failed."""
     out, plot = Path(args.out), _plot(args)
-    from hf_cb.metrics.files import check_folder
+    from hf_cb.metrics.files import check_folder, check_picture
     from hf_cb.metrics.perfetto import write_perfetto
-    from hf_cb.metrics.timeline import check_picture, plot_timeline
+    from hf_cb.metrics.timeline import plot_timeline
 
     check_folder(out, "--out")
     if plot is not None:
-        check_picture(plot)
-        check_folder(plot, "--plot")
+        check_picture(plot, "--plot")
     jobs = _read_jobs(Path(args.prompts), args.max_new_tokens) if args.prompts else None
     model, tokenizer = models.load(args)
     if jobs is None:

@@ -72,10 +72,11 @@ class Scheduler:
         allowed = budget or self.config.max_batch_tokens
         shares = Shares(allowed, self._prompt_tokens(allowed), SCORED_ROWS)
         closed = False  # no new request may start
-        unasked = len(situation.running)
+        running, unasked = set(situation.running), len(situation.running)
         for request in policy.order(situation):
             if closed and not unasked:
                 break  # only new requests are left, perhaps thousands, and none may start
+            _check_named(policy, "order", request, isinstance(request, Request))
             unasked -= request.status is Status.RUNNING
             if request.in_flight and not (run_ahead and _goes_on(request)):
                 continue
@@ -95,11 +96,13 @@ class Scheduler:
                 # a new request takes blocks from a running one only as the policy says, and none behind it overtakes
                 if closed or self._waits_for_source(request):
                     continue
+                _check_named(policy, "order", request, request in self.waiting)
                 part = self._admit(request, room, plan)
                 while part is None and self._make_way(policy, request, plan, shares, run_ahead):
                     part = self._admit(request, shares.room(request), plan)
                 closed = part is None
             else:
+                _check_named(policy, "order", request, request in running)
                 part = self._continue(request, room, plan, shares, run_ahead)
             if part is not None:
                 shares.add(part)
@@ -176,6 +179,7 @@ class Scheduler:
         victim = policy.gives_way(request, self.running)
         if victim is None:
             return False
+        _check_named(policy, "gives_way", victim, victim in self.running)
         if victim.in_flight:
             plan.short = plan.short or run_ahead  # it can when all steps are committed
             return False
@@ -190,7 +194,9 @@ class Scheduler:
             if run_ahead and any(r.in_flight for r in self.running):
                 plan.short = True  # who is to give way shows when all steps are committed
                 return None
-            victim = self.policy.victim([r for r in self.running if not r.in_flight])
+            candidates = [r for r in self.running if not r.in_flight]
+            victim = self.policy.victim(candidates)
+            _check_named(self.policy, "victim", victim, victim in candidates)
             self._take_back(victim, plan, shares)
             if victim is request:
                 return None
@@ -253,6 +259,14 @@ class Scheduler:
             copies=allocation.copies,
             prompt_rows=prompt_rows(request, request.num_computed, count),
         )
+
+
+def _check_named(policy: Policy, method: str, named: object, may_be: bool) -> None:
+    """A policy of somebody else's may name what has ended, or what another manager has: that would take blocks which
+    nobody gives back."""
+    if not may_be:
+        what = f"{named.request_id!r}, which it was not asked about" if isinstance(named, Request) else repr(named)
+        raise RuntimeError(f"{method}() of the policy {policy.name!r} names {what}: a bug in the policy.")
 
 
 def _goes_on(request: Request) -> bool:

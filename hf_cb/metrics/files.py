@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from pathlib import Path
+from typing import Any
 
 from hf_cb.errors import HfCbError, OptionError
 
@@ -12,11 +14,31 @@ from hf_cb.errors import HfCbError, OptionError
 def check_folder(path: Path, option: str) -> None:
     """OptionError if nothing can be written there: better before the work than after it."""
     if not path.parent.is_dir():
-        raise OptionError(f"{option} {path}: there is no folder {path.parent}.")
+        raise OptionError(f"{option} {path}: there is no such folder.")
     if path.is_dir():
         raise OptionError(f"{option} {path}: this is a folder, give a file's name.")
     if not os.access(path.parent, os.W_OK):
         raise OptionError(f"{option} {path}: the folder {path.parent} cannot be written to.")
+
+
+def check_picture(path: Path, option: str) -> None:
+    """`check_folder`, and OptionError if matplotlib is missing or does not know the kind of file that the name ends
+    with."""
+    check_folder(path, option)
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise OptionError(f"{option} takes matplotlib: pip install matplotlib") from error
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise OptionError(f"{option} {path}: the name must end with one of {', '.join(f'.{kind}' for kind in known)}.")
+
+
+def write_figure(figure: Any, path: Path, dpi: int = 100) -> None:
+    """A figure of matplotlib, by `write_file`; the suffix says in which format."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:].lower(), dpi=dpi)
+    write_file(path, drawn.getvalue())
 
 
 def write_file(path: Path, content: bytes) -> None:

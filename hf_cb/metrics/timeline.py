@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from hf_cb.errors import OptionError
-from hf_cb.metrics.files import write_file
+from hf_cb.metrics.files import check_picture, write_figure
 from hf_cb.metrics.lives import Life, lives_of
 from hf_cb.steps import StepRecord
 
@@ -16,17 +15,6 @@ from hf_cb.steps import StepRecord
 COLOURS = {"queued": "#dcdcdc", "prefill": "#f0a04b", "decode": "#2f6fa7", "preempted": "#c9427a"}
 LIMIT, CACHED, INK = "#444444", "#b9d3e6", "#333333"
 LABELLED = 40  # requests up to which each has its name beside it
-
-
-def check_picture(path: Path) -> None:
-    """OptionError if matplotlib is missing or does not know the kind of file that the name ends with."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise OptionError("A picture takes matplotlib: pip install matplotlib") from error
-    known = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:].lower() not in known:
-        raise OptionError(f"{path}: the name must end with one of {', '.join(f'.{kind}' for kind in known)}.")
 
 
 def plot_timeline(
@@ -45,10 +33,10 @@ def plot_timeline(
         width: inches.
 
     Raises:
-        OptionError: no matplotlib, an unknown format, or no steps. HfCbError: the file cannot be written.
+        OptionError: no matplotlib, folder or such format, or no steps. HfCbError: the file cannot be written.
     """
     path = Path(path)
-    check_picture(path)
+    check_picture(path, "path")
     if not records:
         raise OptionError("There are no steps to draw: nothing has been generated.")
     import matplotlib
@@ -67,9 +55,7 @@ def plot_timeline(
         above.set_xlim(axis.begin, axis.end)
         if title:
             figure.suptitle(title, fontsize=11, color=INK)
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format=path.suffix[1:].lower(), dpi=160)
-    write_file(path, drawn.getvalue())
+        write_figure(figure, path, dpi=160)
 
 
 class _Axis:

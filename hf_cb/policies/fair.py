@@ -43,7 +43,7 @@ class Fair(Policy):
         self.weights = dict(weights or {})
         self.output_weight = output_weight
         self.served: dict[str | None, float] = {}
-        self._queued: set[str | None] = set()  # who had something waiting when it was last looked at
+        self._queued: dict[str | None, Request] = {}  # by user, the newest that waited when it was last looked at
         self._last = 0.0  # the counter of those who were the last in the queue
 
     def order(self, situation: Situation) -> Iterable[Request]:
@@ -51,7 +51,7 @@ class Fair(Policy):
         if situation.is_full:
             yield from situation.waiting[:1]  # who cannot start need not be sorted
             return
-        self._note_queued({r.user for r in situation.waiting})
+        self._note_queued({r.user: r for r in situation.waiting})
         yield from self._by_turns(situation.waiting)
 
     def planned(self, plan: StepPlan) -> None:
@@ -79,13 +79,15 @@ class Fair(Policy):
                 counter += len(request.prompt_ids) / self.weights.get(user or "", 1.0)
                 heapq.heappush(heap, (counter, queues[user][0].arrival, user))
 
-    def _note_queued(self, queued: set[str | None]) -> None:
-        stayed, came = queued & self._queued, queued - self._queued
+    def _note_queued(self, queued: dict[str | None, Request]) -> None:
+        # by requests, since another manager may look at its own queue in between
+        stayed = {user: request for user, request in self._queued.items() if request.status.value == "waiting"}
         if not stayed and self._queued:
             self._last = max(self.served.get(user, 0.0) for user in self._queued)
         least = min((self.served.get(user, 0.0) for user in stayed), default=self._last)
-        for user in came:
+        for user in queued.keys() - stayed.keys():
             self.served[user] = max(self.served.get(user, 0.0), least)
-        if len(self.served) > 2 * len(queued) + KEPT_USERS:
-            self.served = {user: count for user, count in self.served.items() if count > least or user in queued}
-        self._queued = queued
+        self._queued = stayed | queued
+        if len(self.served) > 2 * len(self._queued) + KEPT_USERS:
+            counts = self.served.copy()  # in one go: another manager's thread may count
+            self.served = {user: count for user, count in counts.items() if count > least or user in self._queued}

@@ -48,10 +48,13 @@ def _parameters(policy: str, found: type[Policy], given: list[str]) -> dict[str,
         if not equals:
             name = in_order[place] if place < len(in_order) else ""
         number = _number(value)
-        if name in in_order and name not in parameters and number is not None:
+        weights = parameters.get("weights", {})
+        if number is None or name in {"", *parameters, *weights}:
+            name = ""  # no number, no name, or a name for the second time
+        if name in in_order:
             parameters[name] = number
-        elif "weights" in known and equals and name and number is not None:
-            parameters.setdefault("weights", {})[name] = number
+        elif name and equals and "weights" in known:
+            parameters["weights"] = weights | {name: number}
         else:
             usage = ":".join([found.name, *(f"{name}=NUMBER" for name in in_order)])
             users = ", and USER=NUMBER for a user's weight" if "weights" in known else ""

@@ -82,7 +82,7 @@ def test_bad_prompts_are_refused_before_a_model_is_loaded(tmp_path, capsys, cont
 
 def test_places_that_cannot_be_written_to_are_refused_before_the_work(tmp_path, capsys) -> None:
     assert main(["trace", "-m", "nowhere", "-o", str(tmp_path / "no" / "t.json")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "there is no such folder" in capsys.readouterr().err
     assert main(["trace", "-m", "nowhere", "-o", str(tmp_path)]) == 2
     assert "this is a folder" in capsys.readouterr().err
     assert main(["trace", "-m", "nowhere", "--prompts", str(tmp_path / "no"), "-o", str(tmp_path / "t.json")]) == 2

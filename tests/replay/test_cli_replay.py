@@ -93,6 +93,8 @@ def test_what_is_wrong_is_said_before_the_work(folder, tmp_path, capsys):
         (*FEW, "--setting", "block_size=8"): "NAME:key=value",
         (*FEW, "--a", "", "--slo", "ttft=fast"): "a term and a time",
         (*FEW, "--a", "", "--json", str(tmp_path / "none" / "x.json")): "no such folder",
+        (*FEW, "--a", "", "--json", str(tmp_path)): "this is a folder",
+        (*FEW, "--a", "", "--save-trace", str(tmp_path)): "this is a folder",
         (*FEW, "--a", "", "--plot", str(tmp_path / "none" / "x.png")): "no such folder",
         (*FEW, "--a", "", "--confidence", "1"): "--confidence",
         ("--compare", "x.json", "y.json"): "--compare x.json",
@@ -101,6 +103,21 @@ def test_what_is_wrong_is_said_before_the_work(folder, tmp_path, capsys):
     for args, message in wrong.items():
         assert main(["replay", "-m", folder, *args]) == 2, args
         assert message in capsys.readouterr().err, args
+
+
+@pytest.mark.parametrize("turns", [[], [7], [{"setting": "A", "round": 0}]])
+def test_a_file_that_is_no_result_is_refused(turns, tmp_path, capsys):
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps({"turns": turns, "settings": {"A": {"given": "", "options": {}}}, "trace": {}}))
+    assert main(["replay", "--compare", str(file), str(file)]) == 2
+    assert "is no file of hf-cb replay --json" in capsys.readouterr().err
+
+
+def test_what_failed_is_told_with_its_reason(folder, tmp_path, capsys):
+    trace = tmp_path / "odd.jsonl"
+    trace.write_text('{"arrival": 0, "prompt": [5], "output_tokens": 2, "options": {"colour": 1}}')
+    assert main(["replay", str(trace), "-m", folder, "--a", "", "--repeat", "1"]) == 1
+    assert "colour" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")

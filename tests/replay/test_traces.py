@@ -63,6 +63,8 @@ def test_ours_with_and_without_its_first_line(read):
     assert trace.arrivals[1].options == {"priority": 2} and trace.arrivals[0].prompt == [5, 6, 7]
     assert rows(read(OURS.split("\n", 1)[1])) == rows(trace)
     assert read("".join(trace.lines())).arrivals == trace.arrivals
+    # a recording has short requests first: the first lines are not the first arrivals
+    assert rows(read(OURS, limit=1)) == [(0.0, 0, 4)]
 
 
 @pytest.mark.parametrize(
@@ -81,6 +83,11 @@ def test_ours_with_and_without_its_first_line(read):
         '{"arrival": 0, "prompt_tokens": 1, "output_tokens": 1, "hash_ids": ["x"]}': "hash_ids",
         "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n": "line 2",
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1\n": "line 2",
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1," + "9" * 200_000: "field larger",
+        '{"hf_cb_trace": 1, "hash_block": 0}\n{"arrival": 0, "prompt_tokens": 1, "output_tokens": 1}': "hash_block=0",
+        '{"hf_cb_trace": 1, "hash_block": "x"}\n{"arrival": 0}': "hash_block='x'",
+        '{"timestamp": NaN, "input_length": 1, "output_length": 1}': "line 1: arrival=nan",
+        '{"timestamp": 0, "input_length": 1e999, "output_length": 1}': "line 1",
         '{"timestamp": "soon", "input_length": 1, "output_length": 1}': "line 1",
     }.items(),
 )

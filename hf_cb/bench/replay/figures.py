@@ -109,7 +109,8 @@ def describe(turns: Sequence[Turn], slo: Slo | None = None, confidence: float = 
         max((r.late_s for t in turns for r in t.requests), default=0.0),
         max(t.other_cores for t in turns),
     )
-    figures.warnings = _warnings(figures)
+    errors = (r.message for t in turns for r in t.requests if r.outcome == "error")
+    figures.warnings = _warnings(figures, next(errors, ""))
     return figures
 
 
@@ -174,7 +175,7 @@ def _draws(n: int) -> np.ndarray:
     return draw_requests(n)
 
 
-def _warnings(figures: Figures) -> list[str]:
+def _warnings(figures: Figures, first_error: str) -> list[str]:
     found = []
     for name in LATENCIES:
         p99, mean = figures.latency[name]["p99"].value, figures.mean[name]
@@ -186,7 +187,8 @@ def _warnings(figures: Figures) -> list[str]:
     lost = {outcome: n for outcome, n in figures.counts.items() if outcome != "done" and n}
     if lost:
         words = ", ".join(f"{n} {outcome}" for outcome, n in lost.items())
-        found.append(f"{words}: the latencies are those of the other requests alone")
+        first = f" (the first error: {first_error})" if first_error else ""
+        found.append(f"{words}{first}: the latencies are those of the other requests alone")
     if figures.other_cores > 0.1:
         found.append(f"other programs kept up to {figures.other_cores:.1f} cores busy: measure on a quiet machine")
     if figures.late_s > 0.05:

@@ -26,7 +26,11 @@ MOONCAKE_BLOCK = 512
 
 
 def read_trace(path: Path, limit: int | None = None) -> Trace:
-    """A trace in any of the three formats, which its first line tells apart; at most the first `limit` lines of it.
+    """A trace in any of the three formats, which its first line tells apart.
+
+    Args:
+        limit: only the first requests. Ours are sorted for that, as a recording has those first that ended first; of
+            the public ones, which are in order and long, no more lines are read.
 
     Raises:
         OptionError: no such file, another format, or a line that is wrong, by its number.
@@ -42,13 +46,13 @@ def read_trace(path: Path, limit: int | None = None) -> Trace:
             if "hf_cb_trace" in row:
                 if row["hf_cb_trace"] != VERSION:
                     raise OptionError(f"{path} has version {row['hf_cb_trace']!r} of the format; {VERSION} is known.")
-                return _made(path, rows, Arrival.from_dict, limit, row.get("hash_block", HASH_BLOCK))
+                return _ours(path, rows, limit, row.get("hash_block", HASH_BLOCK))
             rows = itertools.chain([(number, row)], rows)
             if all(name in row for name in MOONCAKE):
-                return _made(path, rows, _mooncake, limit, MOONCAKE_BLOCK)
+                return _made(path, itertools.islice(rows, limit), _mooncake, MOONCAKE_BLOCK)
             if "arrival" in row:
-                return _made(path, rows, Arrival.from_dict, limit, HASH_BLOCK)
-    except (OSError, UnicodeDecodeError) as error:
+                return _ours(path, rows, limit, HASH_BLOCK)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise OptionError(f"The trace {path} cannot be read: {error}") from error
     raise OptionError(
         f"{path} is no trace that is known: its first line has neither arrival, prompt_tokens and output_tokens nor "
@@ -56,18 +60,24 @@ def read_trace(path: Path, limit: int | None = None) -> Trace:
     )
 
 
+def _ours(path: Path, rows: Iterable[tuple[int, dict[str, Any]]], limit: int | None, hash_block: Any) -> Trace:
+    if isinstance(hash_block, bool) or not isinstance(hash_block, int) or hash_block < 1:
+        raise OptionError(f"{path}: hash_block={hash_block!r} must be a whole number of tokens from 1 up.")
+    trace = _made(path, rows, Arrival.from_dict, hash_block)
+    return replace(trace, arrivals=trace.arrivals[:limit])
+
+
 def _made(
     path: Path,
     rows: Iterable[tuple[int, dict[str, Any]]],
     make: Callable[[Mapping[str, Any]], Arrival],
-    limit: int | None,
     hash_block: int,
 ) -> Trace:
     arrivals = []
-    for number, row in itertools.islice(rows, limit):
+    for number, row in rows:
         try:
             arrivals.append(make(row))
-        except (OptionError, KeyError, TypeError, ValueError) as error:
+        except (OptionError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise OptionError(f"{path}, line {number}: {error}") from error
     return in_order(path.name, arrivals, hash_block)
 
@@ -99,8 +109,14 @@ def _azure(path: Path, file: Iterable[str]) -> Iterator[Arrival]:
 
 def _mooncake(row: Mapping[str, Any]) -> Arrival:
     at, prompt, output = (row[name] for name in MOONCAKE)
-    hashes = tuple(int(h) for h in row.get("hash_ids", ()))
-    return Arrival(float(at) / 1e3, max(1, int(prompt)), max(1, int(output)), hash_ids=hashes)
+    return Arrival.from_dict(
+        {
+            "arrival": float(at) / 1e3,
+            "prompt_tokens": max(1, int(prompt)),
+            "output_tokens": max(1, int(output)),
+            "hash_ids": row.get("hash_ids"),
+        }
+    )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy as np
 
 from hf_cb.bench.replay.figures import values_of
 from hf_cb.bench.replay.turn import Served, Turn
+from hf_cb.metrics.files import write_figure
 
 SHOWN = {
     "ttft": ("time to first token (s)", 1.0),
@@ -58,7 +59,7 @@ def draw(summary: Mapping[str, Any], path: Path) -> None:
         f"{trace['name']}: {trace['requests']} requests over {trace['seconds']:.0f} s, {Path(model['name']).name} in "
         f"{model['dtype']} on {summary['machine']['gpu'] or summary['machine']['cpu']}"
     )
-    figure.savefig(path)
+    write_figure(figure, path)
 
 
 def levels(spans: Sequence[tuple[float, float]]) -> tuple[list[float], list[int]]:
