@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,3 +74,15 @@ def test_commands_are_understood(page: str, command: str) -> None:
     if words[:1] == ["transformers"]:
         return  # transformers' own arguments
     _parser().parse_args(words)
+
+
+def test_make_docs_fails_on_a_broken_link(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    arguments = re.findall(r"-m mkdocs (.+)", (ROOT / "Makefile").read_text())
+    assert len(arguments) == 1
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/index.md").write_text("[elsewhere](missing.md)")
+    (tmp_path / "mkdocs.yml").write_text("site_name: x\nstrict: true\nplugins: []\n")
+    command = [sys.executable, "-m", "mkdocs", *shlex.split(arguments[0])]
+    build = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert build.returncode != 0 and "missing.md" in build.stderr

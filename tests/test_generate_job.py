@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from byte_models import byte_model, byte_tokenizer
 
 from hf_cb.cli import main
 from hf_cb.cli.job_lines import Line, read_task
+from hf_cb.cli.job_output import open_output
+from hf_cb.errors import HfCbError
 
 SETTINGS = ["--max-new-tokens", "12", "--device", "cpu", "--max-num-seqs", "4", "--engine", "num_blocks=64"]
 
@@ -268,3 +271,23 @@ def test_a_loop_that_dies_takes_no_line_with_it(folder, done, tmp_path, capsys, 
     monkeypatch.undo()
     assert main(job(folder, source, target)) == 1
     assert target.read_bytes() == want
+
+
+def test_half_a_surrogate_pair_in_an_id_is_no_trouble(folder, tmp_path) -> None:
+    source = write(tmp_path / "in.jsonl", [{"id": "\ud800", "prompt": "x"}, {"id": "\u2028", "prompt": "y"}])
+    assert main(job(folder, source, tmp_path / "out.jsonl")) == 0
+    assert [json.loads(row)["id"] for row in (tmp_path / "out.jsonl").read_bytes().splitlines()] == ["\ud800", "\u2028"]
+
+
+def test_a_full_disk_is_said_and_loses_nothing(tmp_path) -> None:
+    path, record = tmp_path / "out.jsonl", {"text": "x" * 100, "error": None}
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(HfCbError, match="cannot be written.*goes on"), open_output(path, "00") as output:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+            for i in range(100):
+                output.add(i, "0" * 16, record)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with open_output(path, "00") as output:
+        assert 10 < output.done < 100 and output.highest == output.done - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from hf_cb.metrics.panel import panel
 
 REFRESH_S = 1.0  # of the panel
 TITLE = "hf_cb chat"
+# what a model writes may hold images and forms: none of them may reach another server
+POLICY = "img-src 'self' data: blob:; media-src 'self' data: blob:; form-action 'none'; frame-src 'none'"
 
 
 def build_app(manager: ContinuousBatchingManager, name: str) -> gr.Blocks:
@@ -23,8 +26,13 @@ def build_app(manager: ContinuousBatchingManager, name: str) -> gr.Blocks:
 
     async def respond(request: gr.Request, history: list[Message], *values: Any) -> AsyncIterator[list[Message]]:
         session = str(request.session_hash)
-        async for message in answer(manager, history, _settings(*values), lambda h: visitors.asks(session, h)):
-            yield [*history, message]
+        turn = visitors.begins(session)
+        messages = answer(manager, history, _settings(*values), lambda h: visitors.asks(session, turn, h))
+        async with aclosing(messages):
+            async for message in messages:
+                if not visitors.is_shown(session, turn):
+                    return
+                yield [*history, message]
 
     def ask(request: gr.Request, text: str, history: list[Message]) -> tuple[str, list[Message]]:
         if not text.strip():
@@ -35,6 +43,10 @@ def build_app(manager: ContinuousBatchingManager, name: str) -> gr.Blocks:
 
     def stop(request: gr.Request) -> None:
         visitors.stop(str(request.session_hash))
+
+    def clear(request: gr.Request) -> list[Message]:
+        visitors.begins(str(request.session_hash))
+        return []
 
     def leave(request: gr.Request) -> None:
         visitors.leave(str(request.session_hash))
@@ -82,7 +94,7 @@ def build_app(manager: ContinuousBatchingManager, name: str) -> gr.Blocks:
         chat.retry(_before, chat, chat, queue=False).then(**answering)
         chat.edit(_edited, chat, chat, queue=False).then(**answering)
         halt.click(stop, queue=False)
-        chat.clear(stop, queue=False)
+        chat.clear(clear, outputs=chat, queue=False)
         gr.Timer(REFRESH_S).tick(now, outputs=engine, show_progress="hidden", concurrency_limit=None, queue=False)
         app.unload(leave)
     return app
@@ -91,7 +103,9 @@ def build_app(manager: ContinuousBatchingManager, name: str) -> gr.Blocks:
 def appearance() -> dict[str, Any]:
     """Arguments of `launch` for the look of the page; no font or script comes from elsewhere."""
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
-    return {"theme": theme, "css": Path(__file__).with_name("style.css").read_text(), "footer_links": []}
+    head = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+    css = Path(__file__).with_name("style.css").read_text()
+    return {"theme": theme, "css": css, "head": head, "footer_links": []}
 
 
 def _settings_inputs() -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import html
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,8 @@ def to_chat(history: list[Message], system: str) -> list[dict[str, str]]:
     for message in history:
         text = text_of(message)
         if message["role"] == "assistant" and not text:
-            chat.pop()
+            if chat and chat[-1]["role"] == "user":
+                chat.pop()
         else:
             chat.append({"role": message["role"], "content": text})
     return chat
@@ -69,7 +70,7 @@ async def answer(
     history: list[Message],
     settings: Settings,
     started: Callable[[Handle], None] = lambda handle: None,
-) -> AsyncIterator[Message]:
+) -> AsyncGenerator[Message]:
     """The assistant's message as it grows, with its line at the end. Errors are messages too.
 
     `started` gets the handle, for whoever may want to cancel it. Leaving early cancels the request.

@@ -13,10 +13,22 @@ class Visitors:
 
     def __init__(self) -> None:
         self._handles: defaultdict[str, weakref.WeakSet[Handle]] = defaultdict(weakref.WeakSet)
+        self._turns: dict[str, object] = {}  # by session, the one whose answer is shown
 
-    def asks(self, session: str, handle: Handle) -> None:
-        """A visitor's new request."""
+    def begins(self, session: str) -> object:
+        """A visitor's new turn, or an empty page. Ends the turn before it, whose answer has no place any more."""
+        self.stop(session)
+        turn = self._turns[session] = object()
+        return turn
+
+    def is_shown(self, session: str, turn: object) -> bool:
+        return self._turns.get(session) is turn
+
+    def asks(self, session: str, turn: object, handle: Handle) -> None:
+        """A turn's request."""
         self._handles[session].add(handle)
+        if not self.is_shown(session, turn):  # over before it was submitted
+            handle.cancel()
 
     def waits(self, session: str) -> bool:
         """Whether an answer to this visitor is still coming."""
@@ -31,3 +43,4 @@ class Visitors:
         """The visitor's tab is closed."""
         self.stop(session)
         self._handles.pop(session, None)
+        self._turns.pop(session, None)

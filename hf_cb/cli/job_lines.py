@@ -11,9 +11,10 @@ from typing import Any
 
 from hf_cb.errors import OptionError, PromptError
 
-# arguments of `submit` that are the job's own affair, or make an answer depend on the clock
+# arguments of `submit` that are the job's own affair, make an answer depend on the clock, or have no place in a record
 _RESERVED = frozenset(
-    {"request_id", "index", "tokenizer", "generation_config", "queue_wait", "max_queue_time", "deadline"}
+    {"request_id", "index", "tokenizer", "generation_config", "queue_wait", "max_queue_time", "deadline", "self"}
+    | {"output_logits", "output_scores"}
 )
 _PROMPTS = ("prompt", "messages", "prompt_ids")
 _URLS = {"/v1/chat/completions": True, "/v1/completions": False}
@@ -80,6 +81,8 @@ def read_task(line: Line) -> Task:
         raise PromptError(f"line {line.number}: {prompts[0]} must be a {kinds[prompts[0]].__name__}.")
     for key in _RESERVED & given.keys():
         raise OptionError(f"{key!r} is not for a line of a file to say.")
+    if not isinstance(given.get("chat_template_kwargs") or {}, dict):
+        raise OptionError(f"line {line.number}: chat_template_kwargs must be an object.")
     return Task(name, prompt, sampling(given))
 
 

@@ -8,7 +8,7 @@ import os
 import time
 from array import array
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,20 +50,29 @@ class JobOutput:
     def add(self, index: int, digest: str, record: dict[str, Any]) -> None:
         """Appends a record; it is in the file when this returns, and on the disk within `SYNC_S` seconds of work."""
         whole = {"index": index} | record | {"key": f"{self._settings}-{digest}"}
-        data = json.dumps(whole, ensure_ascii=False).encode() + b"\n"
-        try:
+        # half of a surrogate pair, perhaps in an id, stays the escape that it came as: UTF-8 cannot hold it
+        data = json.dumps(whole, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+        with self._writing():
             self._file.write(data)
             self._file.flush()
-            if time.monotonic() - self._synced > SYNC_S:
-                self.sync()
-        except OSError as error:
-            raise HfCbError(f"{self.path} cannot be written: {error}") from error
+        if time.monotonic() - self._synced > SYNC_S:
+            self.sync()
         self._note(index, digest, self._size, bool(record.get("error")))
         self._size += len(data)
 
     def sync(self) -> None:
-        os.fsync(self._file.fileno())
+        with self._writing():
+            os.fsync(self._file.fileno())
         self._synced = time.monotonic()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # a full disk, say
+            raise HfCbError(
+                f"{self.path} cannot be written: {error}. What is in it is good: the same command goes on from there."
+            ) from error
 
     def finish(self) -> None:
         """Puts the records in the order of the input; in one stroke, so that a kill leaves either order."""
@@ -137,19 +146,21 @@ class JobOutput:
     def _rewrite(self, places: Iterable[int]) -> None:
         """The records at these places, in this order, become the file."""
         beside = self.path.with_name(self.path.name + ".new")
-        with beside.open("w+b") as new:
+        with self._writing(), beside.open("w+b") as new:
             for place in places:
                 self._file.seek(place)
                 new.write(self._file.readline())
             new.flush()
             os.fsync(new.fileno())
-        os.replace(beside, self.path)
-        old, self._file = self._file, self.path.open("r+b")
+        with self._writing():
+            os.replace(beside, self.path)
+            old, self._file = self._file, self.path.open("r+b")
         _lock(self._file, self.path)
         old.close()
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # of a record that could not be written, which has been told
+            self._file.close()
 
 
 @contextmanager
@@ -160,7 +171,7 @@ def open_output(path: Path, settings: str, restart: bool = False) -> Iterator[Jo
         OptionError: it cannot be written, is in use, or is another job's.
     """
     try:
-        file = path.open("r+b" if path.exists() else "w+b")
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")  # never emptied before it is locked
     except OSError as error:
         raise OptionError(f"--output {path} cannot be written: {error.strerror}.") from None
     output = JobOutput(path, file, settings)

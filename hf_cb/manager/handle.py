@@ -96,7 +96,7 @@ class Handle:
 
         Raises:
             TimeoutError: not done in time (the request goes on).
-            The request's own error, if it ended with one.
+            Exception: the request's own error, if it ended with one.
         """
         return self.results(timeout)[0]
 

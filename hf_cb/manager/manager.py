@@ -90,8 +90,7 @@ class ContinuousBatchingManager(Showing, TransformersCalls, Recordable):
 
         Args:
             prompt: text, a chat, token ids, or what a tokenizer returns for one prompt.
-            generation_config, generation_kwargs: as for `model.generate`; `seed=` makes sampling repeatable; see
-                docs/sampling.md.
+            generation_config: as for `model.generate`.
             request_id: `req_N` if None.
             priority: for the policy "priority": smaller is more important (vLLM's meaning).
             user: for the policy "fair": whose request it is.
@@ -99,6 +98,8 @@ class ContinuousBatchingManager(Showing, TransformersCalls, Recordable):
             queue_wait: seconds that this call may wait for room if `max_queue_size` is reached.
             max_queue_time: seconds after which a request that has not started ends with "timeout". If None, both are
                 the config's.
+            **generation_kwargs: any field of it, for this request, and options of our own such as `seed`, which makes
+                sampling repeatable: see docs/sampling.md.
 
         The request lives as long as somebody holds its handle, or iterates over it: dropping that cancels it.
 

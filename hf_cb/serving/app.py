@@ -18,7 +18,7 @@ from hf_cb.serving.intake import Submission
 from hf_cb.serving.limits import read_body
 from hf_cb.serving.metrics import CONTENT_TYPE, HttpCounts, exposition
 from hf_cb.serving.service import Service
-from hf_cb.serving.streaming import Receive, Send, Watch, event, send_error_event, send_events
+from hf_cb.serving.streaming import Receive, Send, Watch, as_json, event, send_error_event, send_events
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -112,13 +112,17 @@ class Door:
             elif status:
                 await send_error_event(send_with_id, found)
             status = found.status
-            said["error"] = found.message
+            # a message may quote a prompt, which is not for the log
+            said["error"] = found.message if found.status >= 500 else found.code or found.kind
+            if found.param is not None:
+                said["param"] = repr(found.param[:80])  # perhaps a client's own word
         path = scope["path"] if scope["path"] in PATHS else "other"
         self.counts.add(path, status)
         level = logging.DEBUG if path in ("/health", "/metrics") else logging.INFO
         more = "".join(f" {name}={value}" for name, value in said.items() if name != "request_id")
         seconds = time.monotonic() - began
-        logger.log(level, "%s %s %s %d %.3f s%s", request_id, scope["method"], scope["path"], status, seconds, more)
+        asked = path if path != "other" else repr(scope["path"])  # a line break in it must not make two lines
+        logger.log(level, "%s %s %s %d %.3f s%s", request_id, scope["method"], asked, status, seconds, more)
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         key = self.service.config.api_key
@@ -218,7 +222,7 @@ async def _send_error(send: Send, error: ApiError) -> None:
 async def _send_json(
     send: Send, status: int, body: dict[str, Any], headers: list[tuple[bytes, bytes]] | None = None
 ) -> None:
-    data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    data = as_json(body)
     kind = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": kind + (headers or [])})
     await send({"type": "http.response.body", "body": data, "more_body": False})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ def number(least: float = -math.inf, most: float = math.inf, above: bool = False
     """A finite number within bounds; `above`: more than `least`."""
 
     def check(name: str, value: Any) -> float:
-        fine = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        fine = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
         if not (fine and least <= value <= most and not (above and value == least)):
             raise bad(name, f"must be a number{_range(least, most, above)}, not {_short(value)}.")
         return float(value)
@@ -62,7 +63,7 @@ def texts(name: str, value: Any) -> list[str]:
 
 
 def token_ids(name: str, value: Any) -> list[int]:
-    if not isinstance(value, list) or not all(type(v) is int and v >= 0 for v in value):
+    if not isinstance(value, list) or not all(type(v) is int and 0 <= v < 2**31 for v in value):
         raise bad(name, f"must be a list of token ids, not {_short(value)}.")
     return value
 
@@ -71,7 +72,7 @@ def biases(name: str, value: Any) -> dict[int, float]:
     """Token ids (JSON has them as strings) to numbers from -100 to 100."""
     result = {}
     for key, bias in mapping(name, value).items():
-        if not key.isdecimal():
+        if not key.isdecimal() or len(key) > 10:
             raise bad(name, f"must have token ids as keys, not {_short(key)}.")
         result[int(key)] = number(-100, 100)(f"{name}[{key}]", bias)
     return result

@@ -110,7 +110,7 @@ def _tool_calls(name: str, value: Any) -> list[dict[str, Any]]:
         required(function, ["name", "arguments"], f"{where}.function")
         try:
             function["arguments"] = json.loads(function["arguments"] or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             raise bad(f"{where}.function.arguments", "must be JSON.") from None
         calls.append(call | {"function": function})
     return calls

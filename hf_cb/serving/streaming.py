@@ -52,8 +52,13 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+def as_json(data: dict[str, Any]) -> bytes:
+    """UTF-8; half of a surrogate pair, which that cannot hold, stays the escape that it came as."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")
+
+
 def event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + as_json(data) + b"\n\n"
 
 
 async def send_events(send: Send, first: bytes, events: AsyncGenerator[bytes]) -> None:

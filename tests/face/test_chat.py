@@ -54,6 +54,7 @@ def test_what_the_model_sees_of_a_history() -> None:
     chat = to_chat(history, "be brief")
     assert [m["content"] for m in chat] == ["be brief", "hello", "hi", "and?"]
     assert to_chat(HELLO, " ") == HELLO
+    assert to_chat([failed, *HELLO], "") == HELLO
 
 
 def test_a_turn_grows_and_ends_with_its_figures(manager: ContinuousBatchingManager) -> None:
@@ -113,14 +114,25 @@ def test_leaving_in_the_middle_cancels(manager: ContinuousBatchingManager) -> No
 def test_a_visitor_stops_their_own_answer(manager: ContinuousBatchingManager) -> None:
     visitors = Visitors()
     mine, yours = (manager.submit(HELLO, max_new_tokens=60, do_sample=False, eos_token_id=-1) for _ in range(2))
-    visitors.asks("me", mine)
-    visitors.asks("you", yours)
+    visitors.asks("me", visitors.begins("me"), mine)
+    visitors.asks("you", visitors.begins("you"), yours)
     assert visitors.waits("you")
     visitors.leave("me")
     assert mine.outputs(timeout=10)[0].finish_reason == "cancelled"
     assert yours.result(timeout=10).finish_reason == "length"
     assert not visitors.waits("me") and not visitors.waits("you")
     visitors.stop("nobody")
+
+
+def test_a_new_turn_ends_the_one_before(manager: ContinuousBatchingManager) -> None:
+    visitors = Visitors()
+    early, late = (manager.submit(HELLO, max_new_tokens=60, do_sample=False, eos_token_id=-1) for _ in range(2))
+    first = visitors.begins("me")
+    visitors.asks("me", first, early)
+    second = visitors.begins("me")
+    visitors.asks("me", first, late)  # its turn was over before it was submitted
+    assert not visitors.is_shown("me", first) and visitors.is_shown("me", second)
+    assert [h.outputs(timeout=10)[0].finish_reason for h in (early, late)] == ["cancelled", "cancelled"]
 
 
 def test_the_panel_says_how_things_stand(manager: ContinuousBatchingManager) -> None:

@@ -168,3 +168,26 @@ def test_retry_and_edit_make_the_answer_anew(visit: Callable[..., Any]) -> None:
     page.wait_for_selector("#chat .user:has-text('Name an animal.')")
     until(lambda: page.locator("small.figures").count() == 1, page)
     assert page.locator("#chat .user:has-text('Name a colour.')").count() == 0
+
+
+def test_what_is_cleared_in_the_middle_stays_away(visit: Callable[..., Any], chat: tuple[str, Any]) -> None:
+    page, manager = visit(), chat[1]
+    ask(page, LONG)
+    until(lambda: len(answer(page)) > 40, page)
+    page.click("#chat button[aria-label='Clear']")
+    until(lambda: manager.stats().running == 0, page)
+    page.wait_for_timeout(1000)
+    assert page.locator("#chat .user, #chat .bot").count() == 0
+
+
+def test_markup_in_a_message_does_nothing_and_reaches_nobody(visit: Callable[..., Any]) -> None:
+    page, violations = visit(), []
+    page.on("console", lambda message: violations.append(message.text))
+    finished: list[str] = []
+    page.on("requestfinished", lambda request: finished.append(request.url))
+    page.route("http://elsewhere.example/**", lambda route: route.fulfill(body="x"))
+    image = "![i](http://elsewhere.example/seen.png)"
+    page.fill("#box textarea", f"{image}<script>window.hit=1</script><img src=x onerror='window.hit=2'>")
+    page.press("#box textarea", "Enter")
+    until(lambda: any("elsewhere" in text and "Content Security Policy" in text for text in violations), page)
+    assert page.evaluate("window.hit") is None and not any("elsewhere" in url for url in finished)

@@ -21,14 +21,14 @@ HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 BAD_CHAT = {
-    "temperature": (-1, "warm", True, [], float("inf")),
+    "temperature": (-1, "warm", True, [], float("inf"), 10**400),
     "top_p": (0, 1.5, "x"),
     "n": (0, 1.0, 1000, "2"),
     "seed": (1.5, "x", 2**70),
     "stop": ("", [1], {}, [""]),
     "presence_penalty": (3, "x"),
     "frequency_penalty": (-3, "x"),
-    "logit_bias": ([], {"a": 1}, {"5": 200}, {"5": "x"}),
+    "logit_bias": ([], {"a": 1}, {"5": 200}, {"5": "x"}, {"9" * 5000: 1}),
     "logprobs": (1, "yes"),
     "top_logprobs": (21, -1, True),
     "max_tokens": (0, -1, 2.5, "9"),
@@ -55,7 +55,7 @@ BAD_CHAT = {
     "repetition_penalty": (0, -1),
     "min_tokens": (-1,),
     "ignore_eos": (1,),
-    "stop_token_ids": (5, ["a"], [-1]),
+    "stop_token_ids": (5, ["a"], [-1], [2**40]),
     "truncate_prompt_tokens": (0, -2),
     "prompt_logprobs": (-1, 21, True),
     "priority": (1.5,),
@@ -139,6 +139,10 @@ MESSAGES = (
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
         "messages[0].tool_calls[0].function.arguments",
     ),
+    (
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 99_999}}]}],
+        "messages[0].tool_calls[0].function.arguments",
+    ),
 )
 
 
@@ -205,6 +209,8 @@ def test_errors_over_http() -> None:
             status, answer, headers = post(url, body, Authorization=bearer)
             assert status == 400 and answer["error"]["code"] == "invalid_json", body[:20]
             assert headers["x-request-id"]
+        status, answer, _ = post(url, b'{"\\ud800": 1}', Authorization=bearer)
+        assert (status, answer["error"]["param"]) == (400, "\ud800")
         assert post(url, b" " * 20_001, Authorization=bearer)[0] == 413
         status, answer, headers = post(url, b"{}")
         assert status == 401 and headers["www-authenticate"] == "Bearer"
@@ -213,6 +219,16 @@ def test_errors_over_http() -> None:
         assert status == 405 and answer["error"]["type"] == "invalid_request_error"
         with urllib.request.urlopen(f"{server.url}/health") as answer:  # for probes, which have no key
             assert answer.status == 200
+
+
+def test_the_log_has_no_prompt_and_a_line_for_each_request(caplog) -> None:
+    caplog.set_level("INFO", "hf_cb.server")
+    with served() as server:
+        assert post(f"{server.url}/v1/completions", b'{"prompt": "secret \\ud800"}')[0] == 400
+        assert post(f"{server.url}/v1/completions", b'{"x\\nsecond line": 1}')[0] == 400
+        assert post(f"{server.url}/x%0asecond%20line", b"{}")[0] == 404
+    said = [record.getMessage() for record in caplog.records if record.name == "hf_cb.server"]
+    assert len(said) == 3 and not any("secret" in line or "\n" in line for line in said), said
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
