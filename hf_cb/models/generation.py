@@ -230,7 +230,7 @@ def _as_stop_check(criteria: Callable[..., Any], device: torch.device) -> StopCh
 
 
 def missing(model_class: type) -> list[str]:
-    """What this file calls on a model and the installed transformers does not have."""
+    """What hf_cb calls on a model's class, or puts its own in the place of, and the installed transformers lacks."""
     names = {
         "_prepare_generation_config": ("generation_config",),
         "_prepare_special_tokens": ("generation_config", "device", "batch_size"),
