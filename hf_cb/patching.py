@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_cb.attention import interception
 from hf_cb.config import EngineConfig
-from hf_cb.errors import IncompatibleTransformersError, OptionError
+from hf_cb.errors import IncompatibleTransformersError, OptionError, UnsupportedModelError
 from hf_cb.manager import explain as explaining
 from hf_cb.manager import following, kept
 from hf_cb.manager.generating.run import forget_refusal
@@ -76,7 +76,8 @@ def accelerate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any
 ) -> PreTrainedModel:
     """This model batches through hf_cb from now on, and so does its `generate`, wherever the answers are the same
-    (docs/generate.md); returns it. Calling it again changes tokenizer and options.
+    (docs/generate.md); returns it. Calling it again changes tokenizer and options. Of a wrapper that hands its calls on
+    (PEFT's, `torch.compile`'s), the model inside is accelerated.
 
     Args:
         tokenizer: for prompts that are text or chats, and for text in results; the model's own folder has it if None.
@@ -87,33 +88,41 @@ def accelerate(
     """
     settings = Settings(EngineConfig.of(None, **options), tokenizer)
     check_supported(model)
+    inner = _whose_calls(model)
+    if inner is not model and getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} puts learned vectors in front of each prompt, which are no token ids: leave it to "
+            f"generate, or use adapters that change layers, as LoRA does."
+        )
     with _locked():
-        if model not in _accelerated:
+        if inner not in _accelerated:
             _acquire()
-            _finalizers[id(model)] = weakref.finalize(model, _bury, id(model))
-            _finalizers[id(model)].atexit = False
-        _accelerated[model] = settings
-        forget_refusal(model)
-        want(model, settings.config.modules or "fused")
+            _finalizers[id(inner)] = weakref.finalize(inner, _bury, id(inner))
+            _finalizers[id(inner)].atexit = False
+        _accelerated[inner] = settings
+        forget_refusal(inner)
+        want(inner, settings.config.modules or "fused")
     return model
 
 
 def restore(model: PreTrainedModel) -> PreTrainedModel:
     """Undoes `accelerate`, and destroys a manager that is kept with the model. Harmless on any other model."""
-    if model in _accelerated:
-        kept.drop_kept_manager(model)  # outside the lock: it waits for a thread
+    inner = _whose_calls(model)
+    if inner in _accelerated:
+        kept.drop_kept_manager(inner)  # outside the lock: it waits for a thread
     with _locked():
-        if _accelerated.pop(model, None) is not None:
-            _finalizers[id(model)].detach()
-            _dead.append(id(model))
-    want(model, None)
-    stack.forget(model)
+        if _accelerated.pop(inner, None) is not None:
+            _finalizers[id(inner)].detach()
+            _dead.append(id(inner))
+    want(inner, None)
+    stack.forget(inner)
     return model
 
 
 def explain(model: PreTrainedModel) -> explaining.Explanation:
     """Which path, backend and sizes a model takes, and why; print it. Works on any model, patched or not."""
     check_supported(model)
+    model = _whose_calls(model)
     with interception.installed():
         settings = _settings_of(model)
         options = settings.config if settings else EngineConfig()
@@ -144,6 +153,11 @@ def _forget_the_dead() -> None:
         del _finalizers[_dead.pop()]
         _release()
     _route_generate(bool(_finalizers))
+
+
+def _whose_calls(model: Any) -> Any:
+    """The model that gets what is called on `model`: itself, or the one inside a wrapper."""
+    return getattr(getattr(model, "generate_batch", None), "__self__", model)
 
 
 def _settings_of(model: Any) -> Settings | None:

@@ -57,9 +57,10 @@ Step = Callable[[Any, Penalties, int], Penalties | None]
 
 
 def _ban(found: Penalties, tokens: Iterable[int], before: int | None = None) -> Penalties:
+    tokens = tuple(token for token in tokens if 0 <= token < 2**31)  # others are in no vocabulary, and in no int32
     if before is None:
         return replace(found, banned=(*found.banned, *tokens))
-    entry = (before, tuple(tokens))  # min_new_tokens comes as min_length too
+    entry = (before, tokens)  # min_new_tokens comes as min_length too
     return replace(found, banned_before=tuple(dict.fromkeys((*found.banned_before, entry))))
 
 

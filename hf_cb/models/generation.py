@@ -19,7 +19,7 @@ from hf_cb.core import SamplingParams, StopCheck
 from hf_cb.errors import OptionError, PromptError
 from hf_cb.models import result_options
 from hf_cb.models.device import device_of
-from hf_cb.models.options import check_refused, check_values, check_words, eos_ids
+from hf_cb.models.options import check_refused, check_temperature, check_tokens, check_values, eos_ids
 from hf_cb.models.own_options import OwnOptions
 from hf_cb.models.processors import check_extras, make_processors, take_drafts
 from hf_cb.models.result_options import ResultOptions
@@ -172,6 +172,7 @@ def make_recipe(
         raise OptionError(f"seed must be a whole number or None, not {own_seed!r}.")
     config = _merge(model, generation_config, options)
     check_refused(config)
+    check_temperature(config)
     stop_strings = None
     if config.stop_strings is not None:
         if tokenizer is None:
@@ -180,7 +181,7 @@ def make_recipe(
     config.eos_token_id = None if own.ignore_eos else eos_ids(config.eos_token_id)
     check_extras(model, config, extras, vocab_size)
     make_processors(model, copy.copy(config), [0], extras)  # to find what it refuses before anything runs
-    check_words(config, vocab_size)
+    check_tokens(config, vocab_size)
     results = result_options.read(extras, config, vocab_size, logprobs, scores_only)
     return Recipe(model, config, extras, tokenizer, default_length, results, stop_strings, own_seed, seeds, own)
 
@@ -203,11 +204,21 @@ def _merge(model: PreTrainedModel, config: GenerationConfig | None, options: dic
         merged, _ = model._prepare_generation_config(given)
     except OptionError:
         raise
-    except ValueError as error:  # options that do not go together
-        raise OptionError(str(error)) from error
+    except (ValueError, TypeError, AttributeError) as error:  # wrong types, and options that do not go together
+        raise OptionError(f"{_not_taken(options)}{error}") from error
     if not length_is_set:
         merged.max_length = None
     return merged
+
+
+def _not_taken(options: dict[str, Any]) -> str:
+    """Names the option, if it is a single one, that transformers does not take."""
+    for name, value in options.items():
+        try:
+            GenerationConfig().update(**{name: value})
+        except (ValueError, TypeError, AttributeError):
+            return f"{name}={value!r}: "
+    return ""
 
 
 def _as_stop_check(criteria: Callable[..., Any], device: torch.device) -> StopCheck:
@@ -219,7 +230,7 @@ def _as_stop_check(criteria: Callable[..., Any], device: torch.device) -> StopCh
 
 
 def missing(model_class: type) -> list[str]:
-    """What this file calls on a model and the installed transformers does not have."""
+    """What hf_cb calls on a model's class, or puts its own in the place of, and the installed transformers lacks."""
     names = {
         "_prepare_generation_config": ("generation_config",),
         "_prepare_special_tokens": ("generation_config", "device", "batch_size"),

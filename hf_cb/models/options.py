@@ -75,9 +75,19 @@ def eos_ids(given: Any) -> list[int] | None:
     return [i for i in ids if i != -1] or None
 
 
+_WHOLE_NUMBERS = (
+    *("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences", "top_k"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+)
+_NUMBERS = (
+    *("temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "max_time"),
+    *("repetition_penalty", "encoder_repetition_penalty", "guidance_scale"),
+)
+
+
 def check_values(options: dict[str, Any]) -> None:
     """Raises OptionError for the values that people get wrong, before anything runs."""
-    for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences", "top_k"):
+    for name in _WHOLE_NUMBERS:
         value = options.get(name)
         if value is None:
             continue
@@ -87,12 +97,25 @@ def check_values(options: dict[str, Any]) -> None:
         if value < least:
             scores = " (0 with prompt_logprobs= scores a prompt)" if name == "max_new_tokens" else ""
             raise OptionError(f"{name} must be at least {least}, not {value}{scores}.")
-    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "max_time"):
+    for name in _NUMBERS:
         value = options.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value != value):
             raise OptionError(f"{name} must be a number, not {value!r}.")
     if options.get("max_time") is not None and not options["max_time"] > 0:
         raise OptionError(f"max_time must be more than 0 seconds, not {options['max_time']!r}.")
+    for name in ("do_sample", "renormalize_logits", "remove_invalid_values"):
+        if options.get(name) not in (None, True, False):  # 1 and 0 are these, too
+            raise OptionError(f"{name} must be True or False, not {options[name]!r}.")
+
+
+def check_temperature(config: GenerationConfig) -> None:
+    """Raises OptionError for a temperature that no probability can be divided by; greedy requests have none."""
+    value = config.temperature
+    if config.do_sample and value is not None and not value > 0:
+        raise OptionError(
+            f"temperature must be more than 0 where do_sample=True, not {value!r}: for the most likely tokens (what "
+            f"temperature=0 means elsewhere), give do_sample=False."
+        )
 
 
 def _because(name: str) -> str:
@@ -111,15 +134,34 @@ def check_refused(config: GenerationConfig) -> None:
             )
 
 
-def check_words(config: GenerationConfig, vocab_size: int) -> None:
-    """Raises OptionError for words with tokens that the model does not have."""
+def check_tokens(config: GenerationConfig, vocab_size: int) -> None:
+    """Raises OptionError for tokens that the model does not have, or that are none."""
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
+        for token in _as_list(getattr(config, name)):
+            if not _is_token(token) or not 0 <= token < vocab_size:
+                raise OptionError(
+                    f"{name} has {token!r}, which is not a token id of this model (0 to {vocab_size - 1})."
+                )
+    for name in ("suppress_tokens", "begin_suppress_tokens"):
+        for token in _as_list(getattr(config, name)):  # which the model need not have, as in `generate`
+            if not _is_token(token):
+                raise OptionError(f"{name} must be a list of token ids, and it has {token!r}.")
     bias = config.sequence_bias
-    words = {
-        "bad_words_ids": config.bad_words_ids or (),
-        "sequence_bias": [word for word, _ in (bias.items() if isinstance(bias, dict) else bias or ())],
-    }
+    biases = list(bias.items() if isinstance(bias, dict) else bias or ())
+    words = {"bad_words_ids": config.bad_words_ids or (), "sequence_bias": [word for word, _ in biases]}
     for name, given in words.items():
         for word in given:
             for token in word if isinstance(word, (list, tuple)) else ():
                 if isinstance(token, int) and token >= vocab_size:
                     raise OptionError(f"{name} has token {token}, and the model's end at {vocab_size - 1}.")
+    if any(amount != amount for _, amount in biases):
+        raise OptionError(f"sequence_bias must have numbers, not NaN: {bias!r}.")
+
+
+def _as_list(given: Any) -> list[Any]:
+    values = given.tolist() if hasattr(given, "tolist") else given
+    return [] if values is None else list(values) if isinstance(values, (list, tuple)) else [values]
+
+
+def _is_token(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
 from hf_cb.errors import OptionError
@@ -60,9 +59,12 @@ class OwnOptions:
         return prompt_ids[-(max(1, room) if keep == -1 else keep) :]
 
 
+_MOST = 3.4e38  # what float32 can hold, which scores are
+
+
 def _number(name: str, value: Any, vocab_size: int) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
-        raise OptionError(f"{name} must be a finite number, not {value!r}.")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _MOST:
+        raise OptionError(f"{name} must be a finite number in float32, not {value!r}.")
     return float(value)
 
 

@@ -84,6 +84,8 @@ def test_inputs_of_all_kinds(models, ways) -> None:
         lambda m: m.generate(ids, **GREEDY),  # the mask is told from the pad tokens
         lambda m: m.generate(inputs=ids[1:2], **GREEDY),
         lambda m: m.generate(ids, attention_mask=padded()["attention_mask"].bool(), **GREEDY),
+        lambda m: m.generate(ids.int(), **GREEDY),  # int64 comes back
+        lambda m: m.generate(ids.int(), max_time=100.0, **GREEDY),
         lambda m: m.generate(**GREEDY),  # from the token of the beginning
         lambda m: m.generate(None, GenerationConfig(max_new_tokens=3, do_sample=False)),
     ):

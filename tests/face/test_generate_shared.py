@@ -236,20 +236,51 @@ def test_mixed_precision(ways) -> None:
     hf_cb.restore(ours)
 
 
-def test_adapters(ways) -> None:
-    """A PEFT model around an accelerated one."""
+def test_a_model_that_was_moved_or_given_more_tokens(model, ways) -> None:
+    model.generate(**padded(), **GREEDY)
+    plain = make_model()
+    for change in (
+        lambda m: m.double(),
+        lambda m: m.float(),
+        lambda m: torch.manual_seed(0) and m.resize_token_embeddings(140, mean_resizing=False),
+    ):
+        for each in (plain, model):
+            change(each)
+        vocab = plain.get_input_embeddings().weight.shape[0]
+        ids = torch.tensor([[5, vocab - 1, 7]])
+        assert same(model.generate(ids, **GREEDY), plain.generate(ids, **GREEDY))
+    assert ways.take() == [], "nothing is tried and left"
+
+
+@pytest.mark.parametrize("what", ["the model inside", "the wrapper"])
+def test_adapters(ways, what: str) -> None:
+    """A PEFT model around an accelerated one, or accelerated itself."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    plain, ours = make_model(), hf_cb.accelerate(make_model())
+    plain, ours = make_model(), make_model()
     first = plain.generate(**padded(), **GREEDY)
     wrapped = []
     for model in (plain, ours):
         torch.manual_seed(0)
         lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.0)
         wrapped.append(peft.get_peft_model(model, lora).eval())
+    accelerated = ours if what == "the model inside" else wrapped[1]
+    assert hf_cb.accelerate(accelerated) is accelerated
     want, got = (model.generate(**padded(), **GREEDY) for model in wrapped)
     assert same(got, want) and not same(want, first)
     with wrapped[1].disable_adapter():
         assert same(wrapped[1].generate(**padded(), **GREEDY), first)
     assert same(wrapped[1].generate(**padded(), **GREEDY), want)
     assert ways.take() == []
-    hf_cb.restore(ours)
+    manager_of(ours).engine.check_idle()  # so there is one
+    one = list(wrapped[1].generate_batch(PROMPTS[:1], max_new_tokens=3, do_sample=False).values())
+    assert isinstance(one[0], hf_cb.GenerationOutput)
+    hf_cb.restore(accelerated)
+    assert same(wrapped[1].generate(**padded(), **GREEDY), want) and manager_of(ours) is None
+
+
+def test_learned_prompts_are_refused() -> None:
+    """Whose vectors the model inside knows nothing of."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(hf_cb.UnsupportedModelError, match="learned vectors"):
+        hf_cb.accelerate(peft.get_peft_model(make_model(), config))

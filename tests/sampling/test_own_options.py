@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from option_cases import PROMPT, TOKENIZER, manager_of
 from tiny_models import generate_alone, greedy
@@ -23,6 +25,7 @@ BAD = {
         ({1.5: 1.0}, "1.5"),
         ({7: "high"}, r"logit_bias\[7\].*'high'"),
         ({7: float("inf")}, r"logit_bias\[7\].*inf"),
+        ({7: 1e39}, r"logit_bias\[7\].*float32"),
         ({7: 1.0, "7": 2.0}, "7 twice"),
     ],
     "ignore_eos": [("yes", "ignore_eos.*'yes'"), (1, "1")],
@@ -37,27 +40,48 @@ BAD = {
     "negative_prompt_attention_mask": [([1, 1], "needs negative_prompt_ids")],
     "prefix_allowed_tokens_fn": [([1, 2], "prefix_allowed_tokens_fn must be callable")],
     "bad_words_ids": [([[128]], "bad_words_ids.*128.*127"), ([], "bad_words_ids"), ([7], "bad_words_ids=.*7")],
-    "sequence_bias": [([[[1, 128], 2.0]], "sequence_bias.*128"), ([[[1], 2]], "sequence_bias"), ("x", "sequence_bias")],
+    "sequence_bias": [
+        ([[[1, 128], 2.0]], "sequence_bias.*128"),
+        ([[[1], 2]], "sequence_bias"),
+        ([[[1], float("nan")]], "NaN"),
+        ("x", "sequence_bias"),
+    ],
     "typical_p": [(-0.5, "typical_p=-0.5")],
     "top_h": [(7.0, "top_h=7.0")],
     "exponential_decay_length_penalty": [((2, 1.5), "needs an eos_token_id")],
     "num_return_sequences": [(2, "num_return_sequences")],  # greedily
     "repetition_penalty": [(-1.0, "repetition_penalty=-1.0")],
-    "suppress_tokens": [("x", "suppress_tokens='x'")],
+    "suppress_tokens": [("x", "suppress_tokens='x'"), ([1.5], "suppress_tokens.*1.5"), (5, "suppress_tokens=5")],
+    "begin_suppress_tokens": [([True], "begin_suppress_tokens.*True")],
+    "temperature": [(0.0, "more than 0.*not 0.0.*do_sample=False"), (-1, "temperature.*-1")],
+    "do_sample": [("no", "do_sample.*'no'")],
+    "forced_bos_token_id": [(128, "forced_bos_token_id.*128.*0 to 127"), ("x", "forced_bos_token_id.*'x'")],
+    "forced_eos_token_id": [(128, "forced_eos_token_id.*128"), (True, "forced_eos_token_id.*True")],
+    "no_repeat_ngram_size": [(True, "no_repeat_ngram_size.*True")],
+    "guidance_scale": [("x", "guidance_scale.*'x'"), (float("nan"), "guidance_scale.*nan")],
+    "watermarking_config": [("x", "watermarking_config='x'"), ({"foo": 1}, "watermarking_config=.*foo")],
+    "pad_token_id": [("x", "pad_token_id='x'")],
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_values_are_refused_by_name_before_anything_runs(shared_llama, name: str) -> None:
-    options = dict(eos_token_id=-1, do_sample=name in ("typical_p", "top_h"), max_new_tokens=2)
+    options: dict[str, Any] = dict(eos_token_id=-1, do_sample=name in ("typical_p", "top_h", "temperature"))
     for value, message in BAD[name]:
         with pytest.raises(OptionError, match=message):
-            shared_llama.generate_batch([PROMPT], **options, **{name: value})
+            shared_llama.generate_batch([PROMPT], **options | {name: value})
     with manager_of(shared_llama, "native") as manager:
         good = manager.submit(PROMPT, greedy(3))
         with pytest.raises(OptionError, match=BAD[name][0][1]):
-            manager.submit(PROMPT, **options, **{name: BAD[name][0][0]})
+            manager.submit(PROMPT, **options | {name: BAD[name][0][0]})
         assert good.result().generated_tokens == generate_alone(shared_llama, PROMPT, greedy(3))
+
+
+def test_bans_of_ids_that_no_vocabulary_has_change_nothing(shared_llama) -> None:
+    beyond = dict(suppress_tokens=[2**40, -1, 128], eos_token_id=[2**40], min_new_tokens=3)
+    (result,) = shared_llama.generate_batch([PROMPT], greedy(5, **beyond)).values()
+    assert result.error is None
+    assert result.generated_tokens == generate_alone(shared_llama, PROMPT, greedy(5))
 
 
 def test_none_is_as_if_not_given(shared_llama) -> None:

@@ -91,7 +91,7 @@ def _padding(call: Call) -> Iterator[str]:
     if mask.shape != call.input_ids.shape:
         yield f"attention_mask is {tuple(mask.shape)}, and input_ids are {tuple(call.input_ids.shape)}"
         return
-    if mask is not None and not bool(((mask == 0) | (mask == 1)).all()):
+    if not bool(((mask == 0) | (mask == 1)).all()):
         yield "attention_mask has values other than 0 and 1"
     if bool((mask[:, -1] == 0).any()):
         yield "a row is padded on its right, where generate goes on after the padding"

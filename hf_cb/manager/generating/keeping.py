@@ -11,12 +11,17 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from hf_cb.manager import kept
 from hf_cb.manager.generating.call import Call
 from hf_cb.manager.manager import ContinuousBatchingManager
 from hf_cb.manager.session import running
+from hf_cb.models.device import device_of
 from hf_cb.models.plan import Need
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LEAST = Need(8192, 64)
 
@@ -26,6 +31,7 @@ class _Room:
     """What a manager was made for, and what the calls that are running need of it."""
 
     made_for: Need
+    made_on: tuple[Any, ...]
     tokens: int = 0
     seqs: int = 0
 
@@ -75,17 +81,24 @@ def _with_room(call: Call, need: Need) -> tuple[ContinuousBatchingManager, _Room
     manager = kept.kept_manager(call.model, kept.GENERATE)
     room = None if manager is None else _rooms.get(manager)
     usable = manager is not None and manager.config == call.options and manager.loop.fatal_error is None
+    usable = usable and room is not None and room.made_on == _shape(call.model)
     if manager is not None and room is not None and usable and room.has(need):
         return manager, room
     tokens, seqs = (room.tokens, room.seqs) if room is not None and usable else (0, 0)
     if not seqs:
         kept.forget(call.model, kept.GENERATE)  # its memory is free before the next one takes its own
         manager = None
-    room = _Room(Need(_round_up(max(LEAST.tokens, tokens + need.tokens)), _round_up(max(LEAST.seqs, seqs + need.seqs))))
+    wanted = Need(_round_up(max(LEAST.tokens, tokens + need.tokens)), _round_up(max(LEAST.seqs, seqs + need.seqs)))
+    room = _Room(wanted, _shape(call.model))
     manager = ContinuousBatchingManager(call.model, None, call.options, None, room.made_for)
     _rooms[manager] = room
     kept.keep(call.model, manager, kept.GENERATE)
     return manager, room
+
+
+def _shape(model: PreTrainedModel) -> tuple[Any, ...]:
+    """What may change between calls (`to()`, `resize_token_embeddings`), and a manager cannot follow."""
+    return model.dtype, device_of(model), model.get_input_embeddings().weight.shape
 
 
 def _round_up(count: int) -> int:

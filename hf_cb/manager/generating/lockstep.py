@@ -43,7 +43,7 @@ def follow(
     for step in range(call.max_new_tokens):
         wanted = unfinished.tolist() if call.pads_finished_rows else [True] * call.num_rows
         column = [_token(streams, row, step, news) if wanted[row] else pad for row in range(call.num_rows)]
-        tokens = torch.tensor(column, dtype=ids.dtype, device=ids.device)
+        tokens = torch.tensor(column, device=ids.device)
         ids = torch.cat([ids, tokens[:, None]], dim=1)
         still = unfinished & ~call.criteria(ids, None)
         if call.streamer is not None:

@@ -99,7 +99,7 @@ def _finished(call: Call, handles: list[Handle]) -> list[GenerationOutput]:
 def _padded(call: Call, outputs: list[GenerationOutput]) -> Tensor:
     longest = max(len(output.generated_tokens) for output in outputs)
     rows = [o.generated_tokens + [call.pad_token_id] * (longest - len(o.generated_tokens)) for o in outputs]
-    new = torch.tensor(rows, dtype=call.input_ids.dtype, device=call.input_ids.device)
+    new = torch.tensor(rows, device=call.input_ids.device)  # int64, so int32 prompts become that as in `generate`
     return torch.cat([call.input_ids, new], dim=1)
 
 
