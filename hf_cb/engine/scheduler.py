@@ -103,7 +103,10 @@ class Scheduler:
                 closed = part is None
             else:
                 _check_named(policy, "order", request, request in running)
+                gave_way = len(plan.preempted)
                 part = self._continue(request, room, plan, shares, run_ahead)
+                # blocks that somebody gives back are for those who run: prompts that take them in turns get nowhere
+                closed |= len(plan.preempted) > gave_way
             if part is not None:
                 shares.add(part)
                 if not part.samples and shares.room(request) == 0:
