@@ -47,7 +47,7 @@ class Showing:
     def _why(self, request: Request, output: GenerationOutput | None) -> str:
         ended = output.lifespan[1] if output is not None else time.perf_counter()
         error = output.exception if output is not None else None
-        return why(request, self.trace(), ended, self.engine.scheduler.policy.name, error)
+        return why(request, self.trace(), ended, self.engine.scheduler.policy, error)
 
     def display(self) -> EngineDisplay:
         """Shows the engine in a notebook, updated in place while it runs; `stop()` on what is returned ends that.

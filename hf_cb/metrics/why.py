@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_cb.core import Request
+from hf_cb.core import Request, Status
 from hf_cb.errors import describe
 from hf_cb.metrics.causes import BREATH_S, Decoding, Stall, Wait, decoding_of, recomputed, wait_of
+from hf_cb.policies import Policy
 from hf_cb.steps import Share, StepRecord
 
 MENTIONED = 0.05  # causes below this share of a wait, or of the time between first and last token, are left out
@@ -25,7 +26,7 @@ def why(
     request: Request,
     records: Sequence[StepRecord],
     now: float,
-    policy: str = "",
+    policy: Policy | None = None,
     error: BaseException | None = None,
 ) -> str:
     """Queue, prompt, tokens, stalls and preemptions of a request, each with its cause.
@@ -35,7 +36,7 @@ def why(
         records: the engine's ring, oldest first. What it has forgotten is told from the request's own metrics, without
             causes.
         now: on time.perf_counter(); of a request that has ended, the moment counts at which it did.
-        policy: the policy's name, for what it held back.
+        policy: for what it held back.
         error: what ended it, if its engine did not live to do so.
     """
     end = request.finished or now
@@ -64,7 +65,8 @@ def _head(request: Request, end: float, error: BaseException | None) -> str:
     if error is not None:
         return f"{name} failed after {took} ({describe(error)})"
     if request.finish_reason is None:
-        doing = "waits" if request.started is None else "decodes" if request.first_token else "is in its prompt"
+        waits = request.status is Status.WAITING
+        doing = "waits" if waits else "decodes" if request.first_token else "is in its prompt"
         return f"{name} {doing}, {took} after it came"
     ends = {
         "stop": "stopped",
@@ -75,7 +77,7 @@ def _head(request: Request, end: float, error: BaseException | None) -> str:
     return f"{name} {ends.get(request.finish_reason, 'ended')} after {took}"
 
 
-def _queued(request: Request, seen: Sequence[StepRecord], end: float, policy: str) -> str:
+def _queued(request: Request, seen: Sequence[StepRecord], end: float, policy: Policy | None) -> str:
     until = request.started or end
     verb = "queued" if request.started or request.finish_reason else "queued so far"
     known = max(request.created, seen[0].started) if seen and seen[0].step > 0 else request.created
@@ -85,7 +87,7 @@ def _queued(request: Request, seen: Sequence[StepRecord], end: float, policy: st
     return f"{verb} {seconds(until - request.created)}{reason}"
 
 
-def _causes(wait: Wait, request: Request, policy: str) -> str:
+def _causes(wait: Wait, request: Request, policy: Policy | None) -> str:
     """The reasons of a wait, the longest first; none for one that is hardly there."""
     found = [(c, s) for c, s in wait.seconds.most_common() if s >= MENTIONED * wait.total]
     found = [(c, s) for c, s in found if c != "idle" or s >= BREATH_S]
@@ -97,7 +99,7 @@ def _causes(wait: Wait, request: Request, policy: str) -> str:
     return f" ({', '.join(f'{seconds(s)} because {words[cause]}' for cause, s in found)})"
 
 
-def _cause(cause: str, record: StepRecord | None, request: Request, policy: str) -> str:
+def _cause(cause: str, record: StepRecord | None, request: Request, policy: Policy | None) -> str:
     if record is not None and cause == "blocks":
         used = f"{record.blocks_used} of {record.blocks_allowed}"
         full = record.blocks_used == record.blocks_allowed
@@ -109,12 +111,17 @@ def _cause(cause: str, record: StepRecord | None, request: Request, policy: str)
     if cause == "policy" and request.fork_of is not None:
         return f"the prompt that it shares with {request.fork_of.request_id} was being computed"
     if cause == "policy":
-        return f"the policy{f' ({policy})' if policy else ''} held it back, with room in every budget"
+        return f"{_named(policy)} held it back, with room in every budget"
     if cause == "recovery":
         return "a step had raised and ran again in parts"
     if cause == "step":
         return "a step was running when it came"
-    return "no step ran (a manager not started or paused, or a model in training)"
+    held = f"{_named(policy)} held all back, or " if policy is not None and policy.may_hold_back else ""
+    return f"no step ran ({held}a manager not started or paused, or a model in training)"
+
+
+def _named(policy: Policy | None) -> str:
+    return "the policy" if policy is None else f"the policy ({policy.name})"
 
 
 def _prefilled(request: Request, own: Sequence[tuple[StepRecord, Share]], end: float) -> str:
@@ -182,7 +189,11 @@ def _by(cause: str, stall: Stall) -> str:
 
 
 def _preempted(
-    request: Request, seen: Sequence[StepRecord], own: Sequence[tuple[StepRecord, Share]], end: float, policy: str
+    request: Request,
+    seen: Sequence[StepRecord],
+    own: Sequence[tuple[StepRecord, Share]],
+    end: float,
+    policy: Policy | None,
 ) -> str:
     times = request.metrics.preemptions
     if not times:

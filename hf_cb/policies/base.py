@@ -66,6 +66,11 @@ class Policy:
         everybody back."""
         return None
 
+    @property
+    def may_hold_back(self) -> bool:
+        """Whether it ever offers nobody a share though requests wait."""
+        return type(self).wake_time is not Policy.wake_time
+
     def planned(self, plan: StepPlan) -> None:
         """A step has been planned: who got how much."""
 

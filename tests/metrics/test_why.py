@@ -11,7 +11,7 @@ from clocked import Clocked
 from hf_cb.core import Request
 from hf_cb.errors import PromptError
 from hf_cb.metrics.why import why
-from hf_cb.policies import Continuous
+from hf_cb.policies import Continuous, Static
 from hf_cb.policies.base import Situation
 
 Make = Callable[..., Clocked]
@@ -95,8 +95,18 @@ def test_held_back_by_the_policy(make: Make) -> None:
     r = c.submit("r", 5, 1)
     c.finish()
     assert "queued 22 ms because the policy (holding) held it back, with room in every budget;" in said(
-        c, r, policy="holding"
+        c, r, policy=Holding()
     )
+
+
+def test_no_step_ran_as_the_policy_held_everybody_back(make: Make) -> None:
+    policy = Static(2, quiet=3.0)
+    c = make(policy=policy)
+    r = c.submit("r", 5, 1)
+    c.step()
+    c.now += 3.5
+    c.finish()
+    assert "queued 3.50 s because no step ran (the policy (static) held all back, or " in said(c, r, policy=policy)
 
 
 def test_came_while_a_step_ran(make: Make) -> None:
@@ -191,6 +201,9 @@ def test_preempted(make: Make) -> None:
     c = make(num_blocks=4, block_size=4, prefix_caching=False)
     c.submit("old", 6, 8)
     r = c.submit("r", 6, 8)
+    while not r.metrics.preemptions:
+        c.step()
+    assert said(c, r).startswith("r waits, ")
     c.finish()
     assert r.metrics.preemptions == 1
     found = said(c, r)
