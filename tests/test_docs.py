@@ -76,6 +76,13 @@ def test_commands_are_understood(page: str, command: str) -> None:
     _parser().parse_args(words)
 
 
+def test_what_is_to_be_made_can_be_made() -> None:
+    known = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "demos/quickstart.ipynb"]:
+        named = set(re.findall(r"(?:`|^)make ([a-z]+)\b(?=[` ]|$)", page.read_text(), re.MULTILINE))
+        assert named <= known, (page.name, named - known)
+
+
 def test_make_docs_fails_on_a_broken_link(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     arguments = re.findall(r"-m mkdocs (.+)", (ROOT / "Makefile").read_text())

@@ -76,6 +76,9 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(
         level=args.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    from hf_cb.serving.server import listen
+
+    listen(args.host, args.port).close()  # a port that is taken is said now, not after minutes of loading
     model, tokenizer = models.load(args)
     from hf_cb.patching import accelerate, restore
     from hf_cb.serving.limits import ServerConfig

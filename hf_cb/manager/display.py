@@ -33,7 +33,7 @@ def live(deltas: Generator[Delta], titles: Sequence[str] | None = None) -> dict[
     with closing(deltas):
         try:
             for delta in deltas:
-                title = titles[delta.index] if titles is not None else f"prompt {delta.index}"
+                title = titles[delta.index] if titles and delta.index < len(titles) else f"prompt {delta.index}"
                 texts[delta.request_id] = texts.get(delta.request_id, "") + delta.text
                 note = delta.error or (f"ended: {delta.finish_reason}" if delta.finish_reason else "…")
                 shown[delta.request_id] = (title, note, delta.error is not None)

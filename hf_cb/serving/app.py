@@ -128,8 +128,8 @@ class Door:
         key = self.service.config.api_key
         if key is None or not path.startswith("/v1"):
             return
-        given = headers.get(b"authorization", b"")
-        if not hmac.compare_digest(given, b"Bearer " + key.encode()):
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), key.encode()):
             message = "No API key was given, or a wrong one: send it as `Authorization: Bearer KEY`."
             raise ApiError(401, message, code="invalid_api_key")
 

@@ -116,10 +116,10 @@ def test_live_shows_answers_in_place_and_returns_texts(monkeypatch: pytest.Monke
     model, tokenizer = make_model(), make_tokenizer()
     hf_cb.accelerate(model, tokenizer)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-    texts = hf_cb.live(model.stream_batch(["one", "<b>"], **options), titles=["first", "<second>"])
+    texts = hf_cb.live(model.stream_batch(["one", "<b>"], **options), titles=["<first>"])
     want = [r.text for r in model.generate_batch(["one", "<b>"], **options).values()]
     assert list(texts.values()) == want
-    assert "first" in shown[-1] and "&lt;second&gt;" in shown[-1] and "<second>" not in shown[-1]
+    assert "&lt;first&gt;" in shown[-1] and "<first>" not in shown[-1] and "prompt 1" in shown[-1]
 
 
 def test_a_panel_follows_its_manager_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import pytest
 from byte_models import byte_model, byte_tokenizer
 from servers import openai, served
 
+from hf_cb.cli import main
 from hf_cb.errors import OptionError
 from hf_cb.serving.server import drain, serve
 
@@ -96,11 +97,13 @@ def test_what_runs_at_the_end_is_cut_short_when_time_is_up() -> None:
         server.wait_until_idle()
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_port_that_is_taken(capsys) -> None:
     with served() as server:
         port = int(server.url.rpartition(":")[2])
         with pytest.raises(OptionError, match=f"cannot listen on 127.0.0.1:{port}"):
             serve(server.service, "127.0.0.1", port, when_ready=print)
+        assert main(["serve", "no such model", "--port", str(port)]) == 2  # before anything is loaded
+        assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 
 
 def test_a_request_that_takes_too_long() -> None:

@@ -200,6 +200,8 @@ def test_errors_over_http() -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             client.completions.create(model="tiny", prompt=[5, 999])
         assert "999" in caught.value.body["message"]
+        status, *_ = post(f"{server.url}/v1/completions", b'{"prompt": "x"}', Authorization="bearer secret")
+        assert status == 200  # schemes have no case
         for key in ("wrong", "secret2"):
             with pytest.raises(openai.AuthenticationError, match="API key"):
                 server.client(key).models.list()
