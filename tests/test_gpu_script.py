@@ -37,7 +37,8 @@ def test_the_environment(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     found, offline, argument = done.stdout.split()
-    assert found.endswith("/hf_cb/kernels/device.py") and (offline, argument) == ("1", "a.json")
+    assert Path(found).resolve() == HERE.parents[1] / "kernels" / "device.py"
+    assert (offline, argument) == ("1", "a.json")
 
 
 def test_parts_on_a_cpu(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +54,7 @@ def test_parts_on_a_cpu(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ["ratio" in each["tiny"] for each in noted] == [False, True], "ours is known before the other has run"
     assert found["problems"] == [] and found["steps"] > 0 and found["ratio"] > 0
     (decoding,) = found["decoding"]
-    assert decoding["requests"] == 4 and decoding["step_ms"] > 0 and decoding["host_ms"] > 0
+    assert decoding["requests"] == 4 and decoding["step_ms"] >= 0 and decoding["host_ms"] >= 0
     assert 0 <= (decoding["busy"] or 0) <= 1
     json.dumps(machine | found)
 

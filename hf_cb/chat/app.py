@@ -24,13 +24,14 @@ def build_app(manager: ContinuousBatchingManager, name: str) -> gr.Blocks:
     """The page for a running manager with a tokenizer that has a chat template; `name` is the model's, to be shown."""
     visitors = Visitors()
 
-    async def respond(request: gr.Request, history: list[Message], *values: Any) -> AsyncIterator[list[Message]]:
+    async def respond(request: gr.Request, history: list[Message], *values: Any) -> AsyncIterator[Any]:
         session = str(request.session_hash)
         turn = visitors.begins(session)
         messages = answer(manager, history, _settings(*values), lambda h: visitors.asks(session, turn, h))
         async with aclosing(messages):
             async for message in messages:
                 if not visitors.is_shown(session, turn):
+                    yield gr.skip()  # what was yielded last would be shown once more at the end
                     return
                 yield [*history, message]
 
@@ -94,7 +95,8 @@ def build_app(manager: ContinuousBatchingManager, name: str) -> gr.Blocks:
         chat.retry(_before, chat, chat, queue=False).then(**answering)
         chat.edit(_edited, chat, chat, queue=False).then(**answering)
         halt.click(stop, queue=False)
-        chat.clear(clear, outputs=chat, queue=False)
+        # once at once, and once behind what is on its way to the page
+        chat.clear(clear, outputs=chat, queue=False).then(clear, outputs=chat, show_progress="hidden")
         gr.Timer(REFRESH_S).tick(now, outputs=engine, show_progress="hidden", concurrency_limit=None, queue=False)
         app.unload(leave)
     return app
