@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hf_cb
-from hf_cb.kernels.lazy_zeros import lazy_zeros
+from hf_cb.kernels.lazy_zeros import NO_RESERVE, lazy_zeros
 
 MIB = 2**20
 
@@ -29,6 +29,16 @@ def test_only_what_is_written_takes_memory(dtype: torch.dtype) -> None:
     assert cache[3].sum(dtype=torch.float64) == MIB // dtype.itemsize and not cache[4].any() and not cache[511].any()
     del cache
     assert rss() - before < 32 * MIB
+
+
+@pytest.mark.skipif(not NO_RESERVE, reason="the system has no such mappings")
+def test_a_process_with_several_large_caches_can_fork() -> None:
+    share = int(psutil.virtual_memory().total * 0.4)
+    caches = [lazy_zeros(share, dtype=torch.int8) for _ in range(3)]
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0 and len(caches) == 3
 
 
 def test_a_manager_that_has_ended_holds_nothing(shared_llama) -> None:
