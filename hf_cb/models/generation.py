@@ -1,7 +1,7 @@
 """What a GenerationConfig means for one request, by `generate`'s own merge and with `generate`'s own processors.
 
-Unset fields come from the model's generation config and then from the defaults. Which options there
-are is in `options`.
+Unset fields come from the model's generation config and then from the defaults. Which options there are is in
+`options`.
 """
 
 from __future__ import annotations

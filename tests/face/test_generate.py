@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from routed import EOS, PROMPTS, Ways, padded, same
-from tiny_models import make_model, make_tokenizer
+from routed import EOS, PROMPTS, padded, same
+from tiny_models import make_tokenizer
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -21,26 +20,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-import hf_cb
-
 GREEDY = dict(do_sample=False, max_new_tokens=12)
-
-
-@pytest.fixture(scope="module")
-def twin() -> Any:
-    return make_model()
-
-
-@pytest.fixture
-def models(shared_llama, twin) -> Iterator[tuple[Any, Any]]:
-    """A plain model, and an accelerated one with the same weights."""
-    yield shared_llama, hf_cb.accelerate(twin, modules="off")
-    hf_cb.restore(twin)
-
-
-@pytest.fixture
-def ways(caplog) -> Ways:
-    return Ways(caplog)
 
 
 CASES: dict[str, dict[str, Any]] = {

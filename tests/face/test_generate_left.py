@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from routed import PROMPTS, Ways, padded, same
+from routed import PROMPTS, padded, same
 from tiny_models import make_model
 from torch import nn
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 import hf_cb
 from hf_cb.manager.generating import keeping
@@ -19,22 +19,6 @@ from hf_cb.manager.generating.call import Call
 from hf_cb.manager.generating.coverage import why_not
 
 GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=6)
-
-
-@pytest.fixture(scope="module")
-def twin() -> PreTrainedModel:
-    return make_model()
-
-
-@pytest.fixture
-def models(shared_llama, twin) -> Iterator[tuple[Any, Any]]:
-    yield shared_llama, hf_cb.accelerate(twin, modules="off")
-    hf_cb.restore(twin)
-
-
-@pytest.fixture
-def ways(caplog) -> Ways:
-    return Ways(caplog)
 
 
 class Batch(LogitsProcessor):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from routed import PROMPTS, Ways, padded, same
+from routed import PROMPTS, padded, same
 from tiny_models import make_model
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -15,11 +15,6 @@ from hf_cb.bench import sweep
 
 GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=10, eos_token_id=None, pad_token_id=0)
 OTHERWISE = "this model answers otherwise with padding than without"
-
-
-@pytest.fixture
-def ways(caplog) -> Ways:
-    return Ways(caplog)
 
 
 def answers(make: Any, inputs: dict[str, Any], **options: Any) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from routed import PROMPTS, Ways, padded, same
+from routed import PROMPTS, padded, same
 from tiny_models import greedy, make_model
 from transformers import GenerationMixin
 
@@ -21,11 +21,6 @@ from hf_cb.manager import kept
 from hf_cb.manager.generating.keeping import LEAST
 
 GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=8, eos_token_id=None)
-
-
-@pytest.fixture
-def ways(caplog) -> Ways:
-    return Ways(caplog)
 
 
 @pytest.fixture

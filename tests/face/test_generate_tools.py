@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import transformers
-from routed import Ways
 from tiny_models import make_model, make_tokenizer
 
 import hf_cb
@@ -15,11 +14,6 @@ from hf_cb.bench.faces import FACES, compare
 
 TEXTS = ["the answer", "a", "the END of the answer is", "b c d", "hello", "and the", "1, 2, 3", "the the the"] * 3
 CHATS = [[{"role": "user", "content": text}] for text in TEXTS[:5]]
-
-
-@pytest.fixture
-def ways(caplog) -> Ways:
-    return Ways(caplog)
 
 
 @pytest.fixture
