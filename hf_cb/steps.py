@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from hf_cb.core import Request
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from hf_cb.kernels.device import sent
 
 NULL_BLOCK = 0  # the block that no request owns: table entries without content point at it, and it stays zero
 
@@ -92,9 +91,49 @@ class GroupBatch:
     loads: list[tuple[int, int]] = field(default_factory=list)
 
 
+class Draw(NamedTuple):
+    """How a row's token is drawn: `generate`'s four common warpers, temperature 0 for the largest, and the seed."""
+
+    temperature: float
+    top_k: int  # 0: off
+    top_p: float  # 1: off
+    min_p: float  # 0: off
+    seed: int  # as an int64
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What is wanted of the rows of a step where no more than their logits tells it, so that a runner may do it: each
+    one's token and log-probability, drawn by its own of `rows`, or if these are None its largest token alone."""
+
+    rows: Sequence[Draw] | None = None
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Tokens `[S]` int64, -1 for a row with a NaN and -2 where none has a probability; their log-probabilities `[S]`
+    float32, where they were wanted."""
+
+    tokens: Tensor
+    logprobs: Tensor | None = None
+
+    def first(self, rows: int) -> Drawn:
+        return Drawn(self.tokens[:rows], None if self.logprobs is None else self.logprobs[:rows])
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Input ids that only the device knows yet: at `places [C]` stand `tokens[rows]`, `rows [C]`, all int64. A negative
+    one is of a request that fails."""
+
+    places: Tensor
+    rows: Tensor
+    tokens: Tensor
+
+
 @dataclass
 class StepBatch:
-    """A StepPlan as flat tensors; T query tokens of R requests, laid end to end. Built once per step.
+    """A StepPlan as flat tensors; T query tokens of R requests, laid end to end. Built once per step, on the host.
 
     `input_ids [T]`, `position_ids [T]`, `logits_rows [S]` int64; `cu_seqlens_q [R + 1]`, `seq_lens [R]` (keys, this
     step's included) int32, both also as Python lists.
@@ -110,7 +149,48 @@ class StepBatch:
     seq_lens_list: list[int]
     groups: list[GroupBatch]
     block_size: int
-    best_is_enough: bool = False  # of each row of logits; a runner may then return the tokens themselves
+    carried: Carried | None = None  # the input ids that are not known here
+    draws: Draws | None = None  # a runner may then return what is drawn in place of the logits
+
+    @property
+    def best_is_enough(self) -> bool:
+        """Whether nothing is wanted but each row's largest token."""
+        return self.draws is not None and self.draws.rows is None
+
+    def to(self, device: torch.device) -> StepBatch:
+        """On a device, with all its input ids: in one copy for each width of numbers. Itself if it is there."""
+        carried = self.carried
+        if carried is None and self.input_ids.device == device:
+            return self
+        slots, tables = [g.slot_mapping for g in self.groups], [g.block_table for g in self.groups]
+        more = [] if carried is None else [carried.places, carried.rows]
+        ids, positions, rows, *longs = _sent_together(
+            [self.input_ids, self.position_ids, self.logits_rows, *slots, *more], device
+        )
+        if carried is not None:
+            places, sources = longs[-2:]
+            ids.index_copy_(0, places, carried.tokens.index_select(0, sources).clamp(min=0))
+        cu_seqlens, lens, *there = _sent_together([self.cu_seqlens_q, self.seq_lens, *tables], device)
+        groups = [
+            replace(group, slot_mapping=slot_mapping, block_table=table)
+            for group, slot_mapping, table in zip(self.groups, longs[: len(slots)], there, strict=True)
+        ]
+        return replace(
+            self,
+            input_ids=ids,
+            position_ids=positions,
+            logits_rows=rows,
+            cu_seqlens_q=cu_seqlens,
+            seq_lens=lens,
+            groups=groups,
+            carried=None,
+        )
+
+
+def _sent_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    whole = sent(torch.cat([tensor.reshape(-1) for tensor in tensors]), device)
+    pieces = whole.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 class Share(NamedTuple):

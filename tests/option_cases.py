@@ -22,7 +22,9 @@ from transformers import (
 from hf_cb import EngineConfig, GenerationOutput
 from hf_cb.engine.device_sampler import DeviceSampler
 from hf_cb.engine.sampler import Sampler, pick
+from hf_cb.models.drawing import Settings
 from hf_cb.seeds import uniform
+from hf_cb.steps import Drawn
 
 PROMPT = [9, 20, 41, 9, 20, 77, 30, 41, 9, 20, 63, 9]  # with n-grams that come again
 TOKENIZER = make_tokenizer()
@@ -97,10 +99,10 @@ def generated_tokens(model: PreTrainedModel, prompt: list[int], given: dict[str,
     return generated(model, prompt, given)[0, cut:].tolist()
 
 
-def draw_in_torch(logits: torch.Tensor, *settings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_in_torch(logits: torch.Tensor, settings: Settings) -> Drawn:
     """What a device draws with, here with the random numbers of a CPU: so its tokens are known."""
     tokens, logprobs = [], []
-    for row, temperature, k, p, m, seed, place in zip(logits.float(), *(s.tolist() for s in settings), strict=True):
+    for row, temperature, p, m, k, seed, place in zip(logits.float(), *(s.tolist() for s in settings), strict=True):
         warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)] if temperature else [])
         warpers += [TopKLogitsWarper(k)] if k else []
         warpers += [TopPLogitsWarper(p)] if p < 1 else []
@@ -108,7 +110,7 @@ def draw_in_torch(logits: torch.Tensor, *settings: torch.Tensor) -> tuple[torch.
         scores = warpers(torch.zeros(1, 1, dtype=torch.long), row[None])[0]
         tokens.append(pick(scores, uniform(seed, place)) if temperature else int(scores.argmax()))
         logprobs.append(float(scores.log_softmax(-1)[tokens[-1]]))
-    return torch.tensor(tokens), torch.tensor(logprobs)
+    return Drawn(torch.tensor(tokens), torch.tensor(logprobs))
 
 
 SAMPLERS = {

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_cb.attention.reference import ReferenceBackend, Storage
+from hf_cb.models.drawing import Settings
+from hf_cb.steps import Drawn
 
 
 class Noting(TorchDispatchMode):
@@ -36,7 +38,7 @@ class Recorded:
         self.calls: list[tuple[Any, tuple, dict, list[Any]]] = []
         self.replays = 0
 
-    def record(self, work: Callable[[], Tensor]) -> Tensor:
+    def record(self, work: Callable[[], Any]) -> Any:
         with Noting() as noting:
             out = work()
         self.calls = noting.calls
@@ -48,6 +50,18 @@ class Recorded:
             for then, now in zip(results, tree_leaves(func(*args, **kwargs)), strict=True):
                 if isinstance(then, Tensor) and then.data_ptr() != now.data_ptr():
                     then.copy_(now)
+
+
+def draw_by_hash(logits: Tensor, settings: Settings) -> Drawn:
+    """A draw that may be recorded, without filters: Gumbel noise from seed, position and token (and no good one)."""
+    place = (settings.seeds % 1009) * 31.7 + settings.positions * 7.3
+    each = torch.arange(logits.shape[1], device=logits.device) * 12.9898
+    noise = torch.sin(place.double()[:, None] + each) * 43758.5453
+    gumbel = -torch.log(-torch.log((noise - noise.floor()).clamp(1e-9, 1 - 1e-9)))
+    hot = settings.temperatures[:, None] > 0
+    scores = torch.where(hot, logits / settings.temperatures[:, None].clamp(min=1e-6), logits.float())
+    tokens = torch.where(hot, scores + gumbel, scores.double()).argmax(-1)
+    return Drawn(tokens, (scores.gather(1, tokens[:, None]) - scores.logsumexp(-1, keepdim=True))[:, 0].float())
 
 
 class TensorBackend(ReferenceBackend):

@@ -202,7 +202,7 @@ def test_several_are_one_backend() -> None:
     backend.copy_blocks(storage, torch.tensor([(2, 3)]))
     assert [int(block.sum()) for block in storage.own.k[:, 0, :, 0]] == [0, 12, 0, 0]
     assert backend.block_bytes(other, 12) == NoWindows().block_bytes(other, 12)
-    batch = build(StepPlan([part([0, 0], 1, 1, [[1]])]), 1, 12, CPU)
+    batch = build(StepPlan([part([0, 0], 1, 1, [[1]])]), 1, 12)
     assert backend.graph_key(batch) == (2, 1)
     assert SeveralBackends({LAYER.kv_shape: Fast(), other.kv_shape: ReferenceBackend()}).graph_key(batch) is None
 

@@ -8,62 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import Recorded, TensorBackend
+from captured_models import Harness
+from recorded import Recorded
 from tiny_models import generate_alone, greedy, make_model, make_prompts
 
 from hf_cb.attention import interception
 from hf_cb.config import EngineConfig
 from hf_cb.core import Request, SamplingParams
-from hf_cb.engine.device_sampler import DeviceSampler
-from hf_cb.engine.engine import Engine
-from hf_cb.models.captured import CapturedModel, ladder
+from hf_cb.models.captured import ladder
 from hf_cb.models.plan import Need, plan_paged
 
 PROMPTS = make_prompts([9, 1, 26, 14, 5])
-
-
-class Harness:
-    """A model, an engine whose decode steps are recorded, and the recordings."""
-
-    def __init__(self, model: Any, **options: Any) -> None:
-        self.model, self.captures, self.pools = model, [], 0
-        options = dict(block_size=4, max_num_seqs=4, max_model_len=64) | options
-        plan = plan_paged(model, EngineConfig(**options))
-        config = plan.config
-        self.runner = CapturedModel(
-            self._captures,
-            config.max_num_seqs,
-            -(-config.max_model_len // config.block_size),
-            model,
-            plan.trace,
-            plan.groups,
-            TensorBackend(),
-            config.num_blocks,
-            config.block_size,
-        )
-        self.engine = Engine(self.runner, config, sampler=DeviceSampler())
-
-    def _captures(self, device: torch.device) -> Any:
-        self.pools += 1
-        return self._capture
-
-    def _capture(self) -> Recorded:
-        self.captures.append(Recorded())
-        return self.captures[-1]
-
-    @property
-    def replays(self) -> int:
-        return sum(capture.replays for capture in self.captures)
-
-    def tokens(self, prompts: list[list[int]], new: int = 10) -> list[list[int]]:
-        requests = [Request(f"r{i}", p, SamplingParams(new)) for i, p in enumerate(prompts)]
-        for r in requests:
-            self.engine.admit(r)
-        while self.engine.has_work:
-            self.engine.step()
-        assert [r.exception for r in requests] == [None] * len(requests)
-        self.engine.check_idle()
-        return [r.output_ids for r in requests]
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +46,7 @@ def test_tokens(family: str, overlap: bool) -> None:
     assert harness.tokens(PROMPTS[:2], 20) == want(harness.model, PROMPTS[:2], 20)
     assert len(harness.captures) == recorded == len(ladder(4))
     made = [recording.out for recording in harness.runner._recordings.values()]
-    assert len({out.data_ptr() for out in made}) == 1, "memory for the largest is enough for all"
+    assert len({out.tokens.data_ptr() for out in made}) == 1, "memory for the largest is enough for all"
 
 
 @pytest.mark.parametrize("overlap", [False, True])

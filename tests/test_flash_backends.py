@@ -31,7 +31,7 @@ LAYER = LayerFacts(4, 2, 64, 64, scale=0.125, dtype=torch.bfloat16, device=GPU)
 def flash_backend(number: int, function: Any = None) -> FlashBackend:
     backend, function = FlashBackend(), function or FUNCTIONS[number]
     backend.flash = Flash(GENERATION[number], function, frozenset(inspect.signature(function).parameters))
-    backend.sums_lengths = number == 2
+    backend.sums_lengths, backend.clears = number == 2, GENERATION[number].clears
     return backend
 
 
@@ -56,7 +56,7 @@ def run_traffic(backend: Any, layer: LayerFacts, page: int, lengths: list[int]) 
     while any(d < n for d, n in zip(done, lengths, strict=True)):
         turn = [(i, rng.choice([1, 1, 5, 290])) for i in range(len(lengths)) if done[i] < lengths[i]]
         turn = [(i, min(c, lengths[i] - done[i])) for i, c in turn]
-        batch = build(StepPlan([part([0] * lengths[i], done[i], c, [tables[i]]) for i, c in turn]), 1, page, CPU)
+        batch = build(StepPlan([part([0] * lengths[i], done[i], c, [tables[i]]) for i, c in turn]), 1, page)
         tokens = sum(c for _, c in turn)
         # heads first and then transposed, as they come from a model
         q = torch.randn(layer.num_heads, tokens, layer.head_dim, generator=generator).transpose(0, 1)
@@ -100,7 +100,7 @@ def test_the_installed_torch_takes_these_arguments(kind: dict) -> None:
     layer = LayerFacts(6, 2, 8, 8, scale=0.3, dtype=torch.float16, device=meta_device, **kind)
     backend = TorchVarlenBackend()
     storage = backend.allocate(layer, 3, 256)
-    batch = build(StepPlan([part([0] * 9, 4, 3, [[1]]), part([0] * 9, 8, 1, [[2]])]), 1, 256, CPU)
+    batch = build(StepPlan([part([0] * 9, 4, 3, [[1]]), part([0] * 9, 8, 1, [[2]])]), 1, 256)
     q, k, v = (torch.empty(4, heads, 8, dtype=torch.float16, device=meta_device) for heads in (6, 2, 2))
     out = backend.attend(storage, layer, q, k, v, backend.prepare(batch, batch.groups[0], meta_device), None)
     assert out.shape == (4, 6, 8)
@@ -110,7 +110,7 @@ def test_padding_is_written_nowhere() -> None:
     layer = LayerFacts(4, 2, 8, 8, scale=0.3, dtype=torch.float32, device=CPU)
     backend = flash_backend(3)
     storage = backend.allocate(layer, 3, 4)
-    batch = build(StepPlan([part([0] * 9, 2, 1, [[1]]), part([0] * 9, 0, 1, [[0]])]), 1, 4, CPU)
+    batch = build(StepPlan([part([0] * 9, 2, 1, [[1]]), part([0] * 9, 0, 1, [[0]])]), 1, 4)
     batch.groups[0].slot_mapping[1] = -1
     q, k, v = (torch.ones(2, heads, 8) for heads in (4, 2, 2))
     out = backend.attend(storage, layer, q, k, v, backend.prepare(batch, batch.groups[0], CPU), None)

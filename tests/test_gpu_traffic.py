@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import Recorded, TensorBackend
+from recorded import Recorded, TensorBackend, draw_by_hash
 from tiny_models import generate_alone, greedy, make_model, make_prompts
 from torch import Tensor
 
@@ -25,10 +25,12 @@ from hf_cb.engine.sampler import Sampler
 from hf_cb.models.captured import CapturedModel
 from hf_cb.models.paged import PagedModel
 from hf_cb.models.plan import plan_paged
+from hf_cb.warpers import Warpers
 
 PROMPTS, LONGEST = make_prompts([1, 2, 5, 9, 14, 20, 26]), 24
 MODELS = {family: make_model(family) for family in ("Llama", "Mistral", "Gemma3")}
 known: dict[tuple[str, int], list[int]] = {}
+DRAWN = dict(do_sample=True, warpers=Warpers(temperature=1.5), seed=5)
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +47,21 @@ def answer(family: str, prompt: list[int]) -> list[int]:
     return known[key]
 
 
+def drawn_answer(family: str, prompt: list[int]) -> list[int]:
+    """By an engine of its own, step by step."""
+    key = family + " drawn", len(prompt)
+    if key not in known:
+        plan = plan_paged(MODELS[family], EngineConfig(num_blocks=200, block_size=4))
+        runner = PagedModel(MODELS[family], plan.trace, plan.groups, TensorBackend(), 200, 4)
+        engine = Engine(runner, plan.config, sampler=DeviceSampler(draw_by_hash))
+        request = Request("alone", prompt, SamplingParams(LONGEST, **DRAWN))
+        engine.admit(request)
+        while engine.has_work:
+            engine.step()
+        known[key] = request.output_ids
+    return known[key]
+
+
 def make_engine(rng: random.Random, family: str) -> Engine:
     size, budget = rng.choice([2, 4, 8]), rng.choice([3, 5, 9, 40])
     options = dict(block_size=size, max_batch_tokens=budget, max_num_seqs=rng.choice([2, 4, 8]), max_model_len=64)
@@ -54,9 +71,10 @@ def make_engine(rng: random.Random, family: str) -> Engine:
     blocks = sum(g.max_blocks(most, budget, size) for g in groups) + rng.choice([0, 1, 2, 5, 20, 100])
     config = replace(plan.config, num_blocks=blocks, host_blocks=rng.choice([0, 5, 30, 200]))
     arguments = (MODELS[family], plan.trace, groups, TensorBackend(), blocks, size, config.host_blocks)
-    recorded = CapturedModel(lambda _: Recorded, config.max_num_seqs, -(-64 // size), *arguments)
+    recorded = CapturedModel(lambda _: Recorded, draw_by_hash, config.max_num_seqs, -(-64 // size), *arguments)
     runner = recorded if rng.random() < 0.5 else PagedModel(*arguments)
-    return Engine(runner, config, sampler=DeviceSampler() if rng.random() < 0.7 else Sampler(native=False))
+    sampler = DeviceSampler(draw_by_hash) if rng.random() < 0.7 else Sampler(native=False)
+    return Engine(runner, config, sampler=sampler)
 
 
 def failing(work: Callable[..., Any], rng: random.Random, share: float, faults: list[Exception]) -> Callable[..., Any]:
@@ -73,8 +91,14 @@ def failing(work: Callable[..., Any], rng: random.Random, share: float, faults: 
     return call
 
 
-def make_request(rng: random.Random, family: str, name: str, others: list[Request]) -> tuple[Request, list[int]]:
-    """A request, and what is to come of it if nothing comes between."""
+def make_request(
+    rng: random.Random, family: str, name: str, others: list[Request], draws: bool
+) -> tuple[Request, list[int]]:
+    """A request, and what is to come of it if nothing comes between. `draws`: some are not greedy."""
+    if draws and rng.random() < 0.3:
+        prompt, new = rng.choice(PROMPTS), rng.choice([2, 7, LONGEST])
+        params = SamplingParams(new, logprobs=rng.random() < 0.2, **DRAWN)
+        return Request(name, prompt, params), drawn_answer(family, prompt)[:new]
     source = rng.choice(others) if others and rng.random() < 0.15 else None
     prompt = list(source.prompt_ids) if source is not None else rng.choice(PROMPTS)
     full = answer(family, prompt)
@@ -112,10 +136,11 @@ def test_random_traffic(seed: int) -> None:
     engine, share = make_engine(rng, family), rng.choice([0, 0, 0.02, 0.1])
     engine.runner.forward = failing(engine.runner.forward, rng, share, faults)
     engine.sampler.sample = failing(engine.sampler.sample, rng, share / 2, faults)
+    draws = isinstance(engine.sampler, DeviceSampler)
     coming, wanted = rng.randint(4, 14), dict[Request, list[int]]()
     while len(wanted) < coming or engine.has_work:
         if len(wanted) < coming and (rng.random() < 0.5 or not engine.has_work):
-            request, want = make_request(rng, family, f"r{len(wanted)}", list(wanted))
+            request, want = make_request(rng, family, f"r{len(wanted)}", list(wanted), draws)
             wanted[request] = want
             engine.admit(request)
         if rng.random() < 0.04:

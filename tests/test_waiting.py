@@ -21,9 +21,11 @@ from hf_cb.engine.engine import Engine
 from hf_cb.errors import OptionError
 from hf_cb.kernels.device import fetched, finish, host_room, sent
 from hf_cb.manager.build import build_engine
+from hf_cb.models.drawing import Settings
 from hf_cb.models.paged import PagedModel
 from hf_cb.models.plan import plan_paged
 from hf_cb.penalties import Penalties
+from hf_cb.steps import Drawn
 from hf_cb.warpers import Warpers
 
 TOLD = dict(logprobs=True, top_logprobs=3, prompt_logprobs=2, output_logits=True, output_scores=True)
@@ -51,10 +53,10 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
         yield found
 
 
-def draw(logits: torch.Tensor, *settings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(logits: torch.Tensor, settings: Settings) -> Drawn:
     """In place of the Triton kernel."""
     assert all(setting.device == logits.device for setting in settings)
-    return logits.argmax(-1), logits[:, 0].float()
+    return Drawn(logits.argmax(-1), logits[:, 0].float())
 
 
 def far_engine(family: str, host_blocks: int = 0, **options: Any) -> Engine:
@@ -174,7 +176,7 @@ def test_on_an_old_gpu_rows_are_sampled_one_by_one(
     problem: str | None, draws: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    monkeypatch.setattr("hf_cb.engine.device_sampler.device_problem", lambda device: problem)
+    monkeypatch.setattr("hf_cb.models.drawing.device_problem", lambda device: problem)
     found = sampler_for(torch.device("cuda"))
     assert isinstance(found, DeviceSampler) and (found._draw is not None) == draws
 

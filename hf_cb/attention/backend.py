@@ -19,12 +19,14 @@ class AttentionBackend(Protocol):
 
     `device_types`: where it is chosen without being asked for by name, as torch calls them; None: anywhere.
     `block_multiple`: what block sizes must be a multiple of. `usual_block_size`: what they are if nobody gives one.
+    `clears`: whether it reads past a request's length, so that `clear_blocks` has to be called.
     """
 
     name: str
     device_types: frozenset[str] | None
     block_multiple: int
     usual_block_size: int
+    clears: bool
 
     def missing(self) -> str | None:
         """What this machine lacks for it, or None."""
@@ -70,7 +72,7 @@ class AttentionBackend(Protocol):
         ...
 
     def clear_blocks(self, storage: Any, blocks: Tensor) -> None:
-        """These blocks `[N]` get a new owner: a backend that reads past a request's length drops their old content."""
+        """These blocks `[N]` get a new owner: their old content is dropped."""
         ...
 
 

@@ -67,6 +67,7 @@ class CpuBackend:
     device_types: frozenset[str] | None = frozenset({"cpu"})
     block_multiple = 1
     usual_block_size = BLOCK_SIZE
+    clears = False  # keys beyond a request's own are masked, and their values are never read
 
     def __init__(self, kv_dtype: str | None = None) -> None:
         self.kv_dtype = kv_dtype
@@ -132,4 +133,4 @@ class CpuBackend:
                 tensor[:, pairs[:, 1]] = tensor[:, pairs[:, 0]]
 
     def clear_blocks(self, storage: Storage, blocks: Tensor) -> None:
-        """Nothing to do: keys beyond a request's own are masked, and their values are never read."""
+        """Nothing to do."""

@@ -120,6 +120,7 @@ class FlashBackend(PagesBackend):
         generation = self.flash.generation if self.flash is not None else GENERATIONS[-1]
         self.block_multiple = generation.block_multiple
         self.usual_block_size = generation.usual_block_size
+        self.clears = generation.clears
         self.sums_lengths = generation.number == 2
 
     def missing(self) -> str | None:
@@ -147,7 +148,7 @@ class FlashBackend(PagesBackend):
         return self.flash.attend(layer, q, storage, meta)
 
     def clear_blocks(self, storage: Storage, blocks: Tensor) -> None:
-        if self.flash is not None and self.flash.generation.clears:
+        if self.clears:
             storage.v.index_fill_(0, blocks.to(storage.v.device), 0)
 
 

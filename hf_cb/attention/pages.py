@@ -54,6 +54,7 @@ class PagesBackend:
     device_types: frozenset[str] | None = frozenset({"cuda"})
     block_multiple = 1
     usual_block_size = BLOCK_SIZE
+    clears = False  # scores beyond a request's length are replaced, and its values there are not read
     sums_lengths = False
 
     def kept_in(self, layer: LayerFacts) -> torch.dtype:
@@ -95,7 +96,7 @@ class PagesBackend:
             rows.index_copy_(0, target, rows.index_select(0, source))
 
     def clear_blocks(self, storage: Storage, blocks: Tensor) -> None:
-        """Nothing to do: scores beyond a request's length are replaced, and its values there are not read."""
+        """Nothing to do."""
 
 
 def store(storage: Storage, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:

@@ -77,6 +77,7 @@ class ReferenceBackend:
     device_types: frozenset[str] | None = None
     block_multiple = 1
     usual_block_size = BLOCK_SIZE
+    clears = True
 
     def missing(self) -> str | None:
         return None

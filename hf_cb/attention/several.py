@@ -50,6 +50,7 @@ class SeveralBackends:
         self.of_shape = dict(of_shape)
         self.parts = list({backend.name: backend for backend in of_shape.values()}.values())
         self.name = "+".join(backend.name for backend in self.parts)
+        self.clears = any(backend.clears for backend in self.parts)
         self.block_multiple = math.lcm(*(backend.block_multiple for backend in self.parts))
         wished = max(backend.usual_block_size for backend in self.parts)
         self.usual_block_size = -(-wished // self.block_multiple) * self.block_multiple

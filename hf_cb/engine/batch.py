@@ -1,6 +1,6 @@
-"""StepPlan to StepBatch: the flat tensors of a step, built once.
+"""StepPlan to StepBatch: the flat tensors of a step, built once, on the host.
 
-All of them lie in two arrays, one of each width, so that a step costs two allocations and two copies to the device.
+All of them lie in two arrays, one of each width, so that a step costs two allocations.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from hf_cb.engine.flight import Unread
-from hf_cb.kernels.device import sent
-from hf_cb.steps import NULL_BLOCK, GroupBatch, PlanPart, StepBatch, StepPlan
+from hf_cb.steps import NULL_BLOCK, Carried, GroupBatch, PlanPart, StepBatch, StepPlan
 
 
-def build(
-    plan: StepPlan, num_groups: int, block_size: int, device: torch.device, unread: Unread | None = None
-) -> StepBatch:
-    """Tensors on `device`. `unread`: the tokens of a step that is not committed yet, which this one is built on."""
+def build(plan: StepPlan, num_groups: int, block_size: int, unread: Unread | None = None) -> StepBatch:
+    """`unread`: the tokens of a step that is not committed yet, which this one is built on."""
     parts = plan.parts
     counts, starts = [p.num_tokens for p in parts], [p.start for p in parts]
     seq_lens = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -33,10 +30,11 @@ def build(
     columns = _decode_columns(starts, tables, block_size) if decodes else _columns(parts, flat, block_size)
     cu_seqlens, positions, rows, *slots = columns
     longs = [ids, positions, rows, *carried, *slots]
-    input_ids, position_ids, logits_rows, to, source, *slot_mappings = _together(longs, np.int64, device)
+    input_ids, position_ids, logits_rows, to, source, *slot_mappings = _together(longs, np.int64)
+    cu_seqlens_q, lens, *block_tables = _together([cu_seqlens, seq_lens, *flat], np.int32)
+    unknown = None
     if unread is not None and isinstance(unread.tokens, Tensor) and len(to):
-        input_ids.index_copy_(0, to, unread.tokens.index_select(0, source).clamp(min=0))  # -1: its request fails
-    cu_seqlens_q, lens, *block_tables = _together([cu_seqlens, seq_lens, *flat], np.int32, device)
+        unknown = Carried(to, source, unread.tokens)
     return StepBatch(
         requests=[p.request for p in parts],
         input_ids=input_ids,
@@ -58,6 +56,7 @@ def build(
             for g in range(num_groups)
         ],
         block_size=block_size,
+        carried=unknown,
     )
 
 
@@ -119,12 +118,12 @@ def _padded(tables: Sequence[list[int]]) -> tuple[list[int], int]:
     return flat, width
 
 
-def _together(arrays: Sequence[Sequence[int] | np.ndarray], dtype: type, device: torch.device) -> Sequence[Tensor]:
-    """These arrays as tensors on the device, in one piece of memory."""
+def _together(arrays: Sequence[Sequence[int] | np.ndarray], dtype: type) -> Sequence[Tensor]:
+    """These arrays as tensors, in one piece of memory."""
     sizes = [len(array) for array in arrays]
     whole: np.ndarray
     if any(isinstance(array, np.ndarray) for array in arrays):
         whole = np.concatenate([np.asarray(array, dtype=dtype) for array in arrays])
     else:
         whole = np.array(list(chain.from_iterable(arrays)), dtype=dtype)
-    return sent(torch.from_numpy(whole), device).split(sizes)
+    return torch.from_numpy(whole).split(sizes)

@@ -159,8 +159,8 @@ class Engine:
         flight = InFlight(plan, times)
         try:
             tokens = before.unread() if before is not None else None
-            batch = batching.build(plan, len(self.kv.groups), self.config.block_size, self.runner.device, tokens)
-            batch.best_is_enough = self.sampler.best_is_enough(plan.parts)
+            batch = batching.build(plan, len(self.kv.groups), self.config.block_size, tokens)
+            batch.draws = self.sampler.draws(plan.parts)
             times.append(self.clock())
             flight.logits = self.runner.forward(batch)
             times.append(self.clock())

@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_cb.core import Request
 from hf_cb.engine.logprobs import Prompts
 from hf_cb.engine.sampler import Drawing, Sampled
-from hf_cb.steps import StepPlan
+from hf_cb.steps import Drawn, StepPlan
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class InFlight:
 
     plan: StepPlan
     times: list[float]  # before plan, before build, before forward, before sample, after sample
-    logits: Tensor | None = None
+    logits: Tensor | Drawn | None = None
     prompts: Prompts = field(default_factory=Prompts)
     sampled: Drawing | list[list[Sampled]] = field(default_factory=list)
     error: Exception | None = None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_cb.core import Request, SamplingParams
 from hf_cb.kernels.device import fetched, sent
-from hf_cb.steps import PlanPart
+from hf_cb.steps import Drawn, PlanPart
 
 if TYPE_CHECKING:
     from hf_cb.engine.sampler import Sampled
@@ -196,10 +196,10 @@ class Prompts:
         return told
 
 
-def split(logits: Tensor, parts: Sequence[PlanPart]) -> tuple[Tensor, Prompts]:
+def split(logits: Tensor | Drawn, parts: Sequence[PlanPart]) -> tuple[Tensor | Drawn, Prompts]:
     """A step's logits as those of the rows that are sampled `[S, V]`, and what its prompts are told."""
     scored = [part for part in parts if part.prompt_rows]
-    if not scored:
+    if not scored or isinstance(logits, Drawn):  # prompts are told from logits alone
         return logits, Prompts()
     sampled: list[int] = []
     told: list[int] = []

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from hf_cb.core import Request
     from hf_cb.models.groups import LayerGroup
-    from hf_cb.steps import StepBatch
+    from hf_cb.steps import Drawn, StepBatch
 
 
 class Runner(Protocol):
@@ -39,9 +39,9 @@ class Runner(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def forward(self, batch: StepBatch) -> Tensor:
-        """Logits `[S, V]`, or where `batch.best_is_enough` perhaps the index of the largest one in each row,
-        int64 `[S]`, and -1 for a row with a NaN."""
+    def forward(self, batch: StepBatch) -> Tensor | Drawn:
+        """Logits `[S, V]`, or perhaps what `batch.draws` wants of them. The batch is the host's: it is sent from here
+        (`StepBatch.to`)."""
         ...
 
     def lend(self) -> None:

@@ -21,7 +21,7 @@ from hf_cb.kernels.cpu import library as lib
 from hf_cb.kernels.cpu import sampler as op
 from hf_cb.penalties import Edits, TokenCounts
 from hf_cb.seeds import uniform
-from hf_cb.steps import PlanPart
+from hf_cb.steps import Drawn, Draws, PlanPart
 
 
 @dataclass
@@ -48,12 +48,12 @@ class Drawing:
 class SamplingStep(Protocol):
     """Samples the rows of a step: logits `[S, V]`; each part has `samples` rows, in order. One list a part, or Drawing.
 
-    Where it has said that the best token of each row is enough, it may get those, int64 `[S]`: -1 for a row with a NaN.
+    Where `draws` has said that the runner may draw them, it may get what was drawn.
     """
 
-    def best_is_enough(self, parts: Sequence[PlanPart]) -> bool: ...
+    def draws(self, parts: Sequence[PlanPart]) -> Draws | None: ...
 
-    def sample(self, logits: Tensor, parts: Sequence[PlanPart]) -> list[list[Sampled]] | Drawing: ...
+    def sample(self, logits: Tensor | Drawn, parts: Sequence[PlanPart]) -> list[list[Sampled]] | Drawing: ...
 
 
 class Sampler:
@@ -67,12 +67,12 @@ class Sampler:
         self._table = found.best if found else None
         self._workspace = lib.Workspace(found) if found else None
 
-    def best_is_enough(self, parts: Sequence[PlanPart]) -> bool:
-        return all(_only_its_token(p) for p in parts)
+    def draws(self, parts: Sequence[PlanPart]) -> Draws | None:
+        return Draws() if all(_only_its_token(p) for p in parts) else None
 
-    def sample(self, logits: Tensor, parts: Sequence[PlanPart]) -> list[list[Sampled]] | Drawing:
-        if logits.dim() == 1:
-            tokens = iter(logits.tolist())
+    def sample(self, logits: Tensor | Drawn, parts: Sequence[PlanPart]) -> list[list[Sampled]] | Drawing:
+        if isinstance(logits, Drawn):
+            tokens = iter(logits.tokens.tolist())
             return [[drawn(next(tokens), None) for _ in range(part.samples)] for part in parts]
         found = self._at_once(logits, parts)
         results: list[list[Sampled]] = []

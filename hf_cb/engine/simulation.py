@@ -21,7 +21,7 @@ from hf_cb.errors import OptionError, PromptError
 from hf_cb.models.groups import LayerGroup
 from hf_cb.policies import make_policy
 from hf_cb.sizes import ResolvedConfig, Surroundings, resolve
-from hf_cb.steps import StepBatch, StepRecord
+from hf_cb.steps import Drawn, StepBatch, StepRecord
 
 StepTime = Callable[[int, int], float]  # seconds, from the rows that generate and the prompt tokens
 
@@ -180,11 +180,11 @@ class NoModel:
         self.clock = clock
         self.step_time = step_time
 
-    def forward(self, batch: StepBatch) -> torch.Tensor:
+    def forward(self, batch: StepBatch) -> Drawn:
         counts = zip(batch.requests, batch.query_lens_list, strict=True)
         rows = sum(count == 1 and request.num_output > 0 for request, count in counts)
         self.clock.now += self.step_time(rows, sum(batch.query_lens_list) - rows)
-        return torch.zeros(len(batch.logits_rows), dtype=torch.long)
+        return Drawn(torch.zeros(len(batch.logits_rows), dtype=torch.long))
 
     def lend(self) -> None: ...
 

@@ -9,6 +9,8 @@ from hf_cb.config import EngineConfig
 from hf_cb.models.capture import cuda_captures
 from hf_cb.models.captured import CapturedModel
 from hf_cb.models.dense import DenseModel
+from hf_cb.models.device import device_of
+from hf_cb.models.drawing import draw_for
 from hf_cb.models.gpu_stack import CapturedFusedModel, FusedModel
 from hf_cb.models.paged import PagedModel
 from hf_cb.models.plan import ModelPlan, Need, plan_dense, plan_paged
@@ -39,7 +41,7 @@ def make_runner(path: str, model: PreTrainedModel, plan: ModelPlan, modules: Mod
     if config.cuda_graphs and not is_sharded(model):  # not all ranks might record in the same step
         widest = -(-config.max_model_len // config.block_size)
         captured = CapturedFusedModel if fused else CapturedModel
-        return captured(cuda_captures, config.most_rows, widest, *arguments)
+        return captured(cuda_captures, draw_for(device_of(model)), config.most_rows, widest, *arguments)
     if fused:
         return FusedModel(*arguments)
     return PagedModel(*arguments) if modules == "off" else StackModel(modules, *arguments)

@@ -28,7 +28,7 @@ from hf_cb.manager.openmp import single_threaded
 from hf_cb.manager.paths import PATHS
 from hf_cb.models.sharding import is_sharded
 from hf_cb.models.twin import VOCAB, make_twin
-from hf_cb.steps import PlanPart
+from hf_cb.steps import Drawn, PlanPart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -213,10 +213,11 @@ class _Recorder:
     forced: dict[str, list[int]] | None = None
     seen: dict[str, list[Tensor]] = field(default_factory=dict)
 
-    def best_is_enough(self, parts: Sequence[PlanPart]) -> bool:
-        return False
+    def draws(self, parts: Sequence[PlanPart]) -> None:
+        """Nothing: all rows of logits are wanted."""
 
-    def sample(self, logits: Tensor, parts: Sequence[PlanPart]) -> list[list[Sampled]]:
+    def sample(self, logits: Tensor | Drawn, parts: Sequence[PlanPart]) -> list[list[Sampled]]:
+        assert isinstance(logits, Tensor)
         rows = iter(logits.float().cpu())
         return [[Sampled(self._token(part.request, next(rows))) for _ in range(part.samples)] for part in parts]
 

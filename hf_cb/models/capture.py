@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 MakeCapture = Callable[[], "Capture"]
+Work = TypeVar("Work")  # a tensor, or several
 
 _recording = threading.Lock()  # PyTorch can do one at a time, of all models in the process
 
@@ -26,8 +27,8 @@ class Capture(Protocol):
     """One recording. What `work` reads and writes must lie in the same place at every replay, and whatever Python
     decides in it is decided once."""
 
-    def record(self, work: Callable[[], Tensor]) -> Tensor:
-        """Runs `work`, which has been rehearsed, for the recording; the tensor that it returns holds the result of the
+    def record(self, work: Callable[[], Work]) -> Work:
+        """Runs `work`, which has been rehearsed, for the recording; the tensors that it returns hold the result of the
         latest replay."""
         ...
 
@@ -38,7 +39,7 @@ class CannotRecordError(RuntimeError):
     """Something in the work would be decided once and for all, and has to be decided each time."""
 
 
-def rehearse(work: Callable[[], Tensor]) -> None:
+def rehearse(work: Callable[[], Any]) -> None:
     """Runs `work` before it is recorded: kernels are compiled, libraries set themselves up, and what cannot be recorded
     is found out. A CUDA graph that fails half-way leaves PyTorch's memory pools, streams and random numbers in a mess.
 
@@ -85,7 +86,7 @@ class CudaCapture:
         self._stream = stream
         self._graph = torch.cuda.CUDAGraph()
 
-    def record(self, work: Callable[[], Tensor]) -> Tensor:
+    def record(self, work: Callable[[], Work]) -> Work:
         before, failure = torch.cuda.current_stream(self._stream.device), None
         # other threads may allocate meanwhile: what they do must not spoil the recording
         recorder = torch.cuda.graph(self._graph, self._pool, self._stream, capture_error_mode="thread_local")

@@ -21,7 +21,7 @@ from hf_cb.models.recurrent import RecurrentStates
 from hf_cb.models.rope import LengthDependentRope
 from hf_cb.models.trace import Trace
 from hf_cb.modules.weights import mark_of
-from hf_cb.steps import StepBatch
+from hf_cb.steps import Drawn, StepBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,8 +107,9 @@ class PagedModel:
             self.states.forget(request)
 
     @torch.no_grad()
-    def forward(self, batch: StepBatch) -> Tensor:
+    def forward(self, batch: StepBatch) -> Tensor | Drawn:
         """The logits `[S, V]` of the batch's `logits_rows`; keys and values go to the cache on the way."""
+        batch = batch.to(self.device)
         self._prepare_blocks(batch)
         return self._compute(batch)
 
@@ -144,10 +145,10 @@ class PagedModel:
             for storage in group.storages if part.copies else ():
                 copies.setdefault(storage, []).extend(part.copies)
         for storage, pairs in copies.items():
-            self.backend.copy_blocks(self.storages[storage], sent(torch.tensor(pairs), batch.input_ids.device))
+            self.backend.copy_blocks(self.storages[storage], sent(torch.tensor(pairs), self.device))
         for group, part in zip(self.groups, batch.groups, strict=True):
-            if part.cleared:
-                blocks = sent(torch.tensor(part.cleared), batch.input_ids.device)
+            if part.cleared and self.backend.clears:
+                blocks = sent(torch.tensor(part.cleared), self.device)
                 for storage in group.storages:
                     self.backend.clear_blocks(self.storages[storage], blocks)
             for storage in group.storages if part.loads else ():

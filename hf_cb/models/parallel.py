@@ -23,7 +23,7 @@ from hf_cb.core import Request, SamplingParams
 from hf_cb.models.dense import DenseModel
 from hf_cb.models.groups import LayerGroup
 from hf_cb.models.paged import PagedModel
-from hf_cb.steps import GroupBatch, StepBatch
+from hf_cb.steps import Drawn, GroupBatch, StepBatch
 
 Inner = PagedModel | DenseModel
 
@@ -106,8 +106,9 @@ class LeadingRunner:
         self.inner.forget(request)
 
     @torch.no_grad()
-    def forward(self, batch: StepBatch) -> Tensor:
+    def forward(self, batch: StepBatch) -> Tensor | Drawn:
         """The logits `[S, V]`, which are the same in every process."""
+        batch = dataclasses.replace(batch.to(self.device), draws=None)
         header, numbers = self._describe(batch)
         with self._section(("step", self._key, header)):
             distributed.broadcast(numbers, group=self._group, group_src=0)

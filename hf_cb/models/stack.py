@@ -23,7 +23,7 @@ from hf_cb.models.reading import place_of
 from hf_cb.modules.decoder import Decoder
 from hf_cb.modules.wanted import Mode
 from hf_cb.modules.weights import is_packed
-from hf_cb.steps import StepBatch
+from hf_cb.steps import Drawn, StepBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,13 +43,14 @@ class StackModel(PagedModel):
         self.pack()
 
     @torch.no_grad()
-    def forward(self, batch: StepBatch) -> Tensor:
+    def forward(self, batch: StepBatch) -> Tensor | Drawn:
         decoder = self._ready()
         if decoder is None:
             return super().forward(batch)
+        batch = batch.to(self.device)
         self._prepare_blocks(batch)
         with self._turn:
-            return decoder.best(batch) if batch.best_is_enough else decoder.logits(batch)
+            return Drawn(decoder.best(batch)) if batch.best_is_enough else decoder.logits(batch)
 
     def new_requests(self) -> None:
         known = self._known

@@ -26,6 +26,7 @@ class FakeRunner:
         self.key: object = 0
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
+        batch = batch.to(self.device)
         self.batches.append(batch)
         next_ids = (batch.input_ids[batch.logits_rows] + 1) % VOCAB
         return torch.nn.functional.one_hot(next_ids, VOCAB).float()

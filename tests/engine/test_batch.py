@@ -30,7 +30,7 @@ def test_a_mixed_step() -> None:
             part([20, 21], 1, 1, [[6, 7]], samples=3, drafts=[30, 31]),
         ]
     )
-    batch = build(plan, 1, 2, CPU)
+    batch = build(plan, 1, 2)
     assert batch.input_ids.tolist() == [9, 11, 12, 13, 21, 30, 31]
     assert batch.position_ids.tolist() == [4, 1, 2, 3, 1, 2, 3]
     assert batch.cu_seqlens_q.tolist() == [0, 1, 4, 7] and batch.seq_lens.tolist() == [5, 4, 4]
@@ -41,7 +41,7 @@ def test_a_mixed_step() -> None:
 
 
 def test_a_step_that_samples_nothing() -> None:
-    batch = build(StepPlan([part([1, 2, 3], 0, 2, [[1]])]), 1, 2, CPU)
+    batch = build(StepPlan([part([1, 2, 3], 0, 2, [[1]])]), 1, 2)
     assert batch.logits_rows.tolist() == []
 
 
@@ -86,7 +86,7 @@ def test_reference_backend(block_size: int, heads: tuple[int, int, int, int], ki
         turn = [(i, rng.choice([1, 1, 2, 5, 40])) for i in range(len(lengths)) if done[i] < lengths[i]]
         turn = [(i, min(c, lengths[i] - done[i])) for i, c in turn]
         plan = StepPlan([part([0] * lengths[i], done[i], c, [tables[i]]) for i, c in turn])
-        batch = build(plan, 1, block_size, CPU)
+        batch = build(plan, 1, block_size)
         q = torch.randn(plan.num_tokens, layer.num_heads, layer.head_dim, generator=generator)
         new_k, new_v = (torch.cat([x[i][done[i] : done[i] + c] for i, c in turn]) for x in (k, v))
         meta = backend.prepare(batch, batch.groups[0], CPU)

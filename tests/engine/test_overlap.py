@@ -90,7 +90,7 @@ def test_settle_leaves_nothing_in_flight(sampler: Sampler) -> None:
 def test_a_forward_that_raises_loses_nothing_of_the_step_before_it(sampler: Sampler) -> None:
     class Bad(FakeRunner):
         def forward(self, batch: Any) -> torch.Tensor:
-            if 13 in batch.input_ids.tolist():
+            if 13 in batch.to(self.device).input_ids.tolist():
                 raise ValueError("thirteen")
             return super().forward(batch)
 

@@ -48,8 +48,8 @@ def test_policy_through_the_face(shared_llama) -> None:
 class WorstToken:
     """A sampling step that always takes the least likely token."""
 
-    def best_is_enough(self, parts: Sequence[PlanPart]) -> bool:
-        return False
+    def draws(self, parts: Sequence[PlanPart]) -> None:
+        """It wants the logits."""
 
     def sample(self, logits: torch.Tensor, parts: Sequence[PlanPart]) -> list[list[Sampled]]:
         rows = iter(logits.argmin(-1).tolist())

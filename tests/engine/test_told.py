@@ -13,8 +13,9 @@ from hf_cb.core import Request
 from hf_cb.engine.device_sampler import DeviceSampler
 from hf_cb.engine.logprobs import split
 from hf_cb.engine.sampler import Drawing, Sampled, Sampler
+from hf_cb.models.drawing import Settings
 from hf_cb.models.generation import make_recipe
-from hf_cb.steps import PlanPart
+from hf_cb.steps import Drawn, PlanPart
 
 PLAIN: dict[str, Any] = {"do_sample": False}
 WARPED: dict[str, Any] = {"do_sample": True, "top_k": 6, "temperature": 1.7, "top_p": 0.9}
@@ -46,9 +47,9 @@ def make_parts(model: Any, kinds: list[dict[str, Any]]) -> list[PlanPart]:
     return parts
 
 
-def first_kept(logits: Tensor, temperature: Tensor, top_k: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+def first_kept(logits: Tensor, settings: Settings) -> Drawn:
     """Stands in for a device's kernel: the best token, and no log-probability worth having."""
-    return logits.argmax(-1), torch.full((len(logits),), -0.5)
+    return Drawn(logits.argmax(-1), torch.full((len(logits),), -0.5))
 
 
 def flat(found: list[list[Sampled]] | Drawing) -> list[Sampled]:
@@ -97,9 +98,9 @@ def test_only_tokens_are_enough_only_where_nothing_is_told(model) -> None:
     for asked in ASKED:
         recipe = make_recipe(model, None, PLAIN | asked, tokenizer=None, default_length=20)
         part = PlanPart(Request("r", [3, 4], recipe.for_prompt([3, 4])), 0, 2, samples=1)
-        assert Sampler().best_is_enough([part]) == (not asked)
+        assert (Sampler().draws([part]) is None) == bool(asked)
     chunk = PlanPart(Request("r", [3, 4, 5], recipe.for_prompt([3, 4, 5])), 0, 2, samples=0, prompt_rows=2)
-    assert not Sampler().best_is_enough([chunk])
+    assert Sampler().draws([chunk]) is None
 
 
 def test_prompt_rows_are_told_apart_from_sampled_ones(model) -> None:

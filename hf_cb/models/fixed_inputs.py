@@ -1,0 +1,153 @@
+"""The inputs of recorded steps, in a place that stays the same from step to step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_cb.kernels.device import sent_into
+from hf_cb.models.drawing import Settings
+from hf_cb.steps import NULL_BLOCK, Drawn, GroupBatch, StepBatch
+
+NO_SLOT = -1
+NOT_CARRIED = -1
+ALIGNED = 4  # numbers: kernels are compiled anew for pointers that are not multiples of 16 bytes
+
+
+@dataclass
+class Columns:
+    """Where the numbers of a batch of n decodes lie in one array of int64: one after the other, and the block tables
+    behind them, which are as wide as they need be.
+
+    `longs [4 + G, n]` int64: ids, positions, the row of the last step that has the id (or NOT_CARRIED), seeds, and each
+    group's slots; `ints [2, n]` int32: sequence lengths, top_k; `floats [3, n]` float32: temperature, top_p, min_p.
+    Of torch or numpy, as the array is.
+    """
+
+    longs: Any
+    ints: Any
+    floats: Any
+
+
+def bounds(size: int, num_groups: int) -> tuple[int, int, int]:
+    """How many numbers lie from one column to the next, where the wide ones end, and where all of them do."""
+    step = -(-size // ALIGNED) * ALIGNED
+    return step, (4 + num_groups) * step, (4 + num_groups) * step + 5 * step // 2
+
+
+def columns(whole: Any, size: int, num_groups: int, types: Any) -> Columns:
+    """`types`: torch or numpy, for the names of their types."""
+    step, middle, end = bounds(size, num_groups)
+    words = whole[middle:end].view(types.int32).reshape(5, step)[:, :size]
+    return Columns(whole[:middle].reshape(-1, step)[:, :size], words[:2], words[2:].view(types.float32))
+
+
+class FixedInputs:
+    """Decode steps of up to `most` rows, the rest of a batch being padding; one size at a time. They come in one copy
+    from the host, and block tables go from there to a place where rows have a fixed length, `max_blocks`.
+
+    What was drawn last stays here too, `drawn`: the next step's ids may be among it.
+    """
+
+    def __init__(self, most: int, num_groups: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+        self._num_groups = num_groups
+        longest = bounds(most, num_groups)[-1] + (num_groups * most * max_blocks + 1) // 2
+        self._whole = torch.zeros(longest, dtype=torch.int64, device=device)
+        self._tables = torch.full((num_groups, most, max_blocks), NULL_BLOCK, dtype=torch.int32, device=device)
+        self._rows = torch.arange(most + 1, device=device), torch.arange(most + 1, dtype=torch.int32, device=device)
+        self._block_size = block_size
+        self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(most, dtype=torch.float32, device=device)
+        self._batches: dict[int, StepBatch] = {}
+
+    def batch_of(self, size: int) -> StepBatch:
+        """The first rows as a batch of that size. Its ids are the host's: `with_ids` has those of the device too."""
+        if size not in self._batches:
+            self._batches[size] = self._batch_of(size)
+        return self._batches[size]
+
+    def _batch_of(self, size: int) -> StepBatch:
+        here, width = columns(self._whole, size, self._num_groups, torch), self._tables.shape[2]
+        return StepBatch(
+            requests=[],
+            input_ids=here.longs[0],
+            position_ids=here.longs[1],
+            logits_rows=self._rows[0][:size],
+            cu_seqlens_q=self._rows[1][: size + 1],
+            seq_lens=here.ints[0],
+            query_lens_list=[1] * size,
+            seq_lens_list=[width * self._block_size] * size,  # a bound: what is recorded holds for any length
+            groups=[
+                GroupBatch(slots, table[:size], [], [])
+                for slots, table in zip(here.longs[4:], self._tables, strict=True)
+            ],
+            block_size=self._block_size,
+        )
+
+    def with_ids(self, size: int) -> StepBatch:
+        """The same with all its ids; to be recorded, as it looks at what was drawn last."""
+        carried = columns(self._whole, size, self._num_groups, torch).longs[2]
+        batch = self.batch_of(size)
+        drawn = self.tokens.index_select(0, carried.clamp(min=0)).clamp(min=0)  # negative: its request fails
+        return replace(batch, input_ids=torch.where(carried == NOT_CARRIED, batch.input_ids, drawn))
+
+    def settings(self, size: int) -> Settings:
+        here = columns(self._whole, size, self._num_groups, torch)
+        temperatures, top_ps, min_ps = here.floats
+        return Settings(temperatures, top_ps, min_ps, here.ints[1], here.longs[3], here.longs[1] + 1)
+
+    def leave(self, drawn: Drawn) -> Drawn:
+        """The first of `tokens` and `logprobs` are these; all of both."""
+        self.tokens[: len(drawn.tokens)].copy_(drawn.tokens)
+        if drawn.logprobs is None:
+            return Drawn(self.tokens)
+        self.logprobs[: len(drawn.logprobs)].copy_(drawn.logprobs)
+        return Drawn(self.tokens, self.logprobs)
+
+    def clear(self, size: int) -> None:
+        """Nothing but padding."""
+        self._send(size, None)
+
+    def fill(self, batch: StepBatch, size: int) -> None:
+        """The inputs are those of a batch of decodes, as the host has it, and padding behind it up to `size`."""
+        carried = batch.carried
+        if carried is not None and carried.tokens.data_ptr() != self.tokens.data_ptr():
+            self.tokens[: len(carried.tokens)].copy_(carried.tokens)
+        self._send(size, batch)
+
+    def _send(self, size: int, batch: StepBatch | None) -> None:
+        """Padding is written each time: a row may have been a request before, whose slots are somebody else's now."""
+        width = 1 if batch is None else max(group.block_table.shape[1] for group in batch.groups)
+        _, _, end = bounds(size, self._num_groups)
+        total = self._num_groups * size * width
+        whole = np.zeros(end + (total + 1) // 2, np.int64)
+        here = columns(whole, size, self._num_groups, np)
+        here.longs[2], here.longs[4:], here.ints[0] = NOT_CARRIED, NO_SLOT, 1
+        tables = whole[end:].view(np.int32)[:total].reshape(self._num_groups, size, width)
+        if batch is not None:
+            _write(here, tables, batch)
+        sent_into(self._whole[: len(whole)], torch.from_numpy(whole))
+        came = self._whole[end : len(whole)].view(torch.int32)[:total].view(self._num_groups, size, width)
+        self._tables[:, :size, :width].copy_(came)
+
+
+def _write(here: Columns, tables: np.ndarray, batch: StepBatch) -> None:
+    rows = len(batch.seq_lens_list)
+    here.longs[0, :rows], here.longs[1, :rows] = batch.input_ids, batch.position_ids
+    here.ints[0, :rows] = batch.seq_lens_list
+    if batch.carried is not None:
+        here.longs[2, batch.carried.places.numpy()] = batch.carried.rows
+    if batch.draws is not None and batch.draws.rows is not None:
+        (
+            here.floats[0, :rows],
+            here.ints[1, :rows],
+            here.floats[1, :rows],
+            here.floats[2, :rows],
+            here.longs[3, :rows],
+        ) = zip(*batch.draws.rows, strict=True)
+    for g, group in enumerate(batch.groups):
+        here.longs[4 + g, :rows] = group.slot_mapping
+        tables[g, :rows, : group.block_table.shape[1]] = group.block_table

@@ -1,0 +1,111 @@
+"""Tokens that are drawn in a recorded step are those that are drawn behind one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from captured_models import Harness
+from far_device import far_device
+from recorded import TensorBackend, draw_by_hash
+from tiny_models import make_model, make_prompts
+
+from hf_cb.attention import interception
+from hf_cb.core import Request, SamplingParams
+from hf_cb.engine.device_sampler import DeviceSampler
+from hf_cb.engine.engine import Engine
+from hf_cb.models.captured import ladder
+from hf_cb.models.paged import PagedModel
+from hf_cb.penalties import Penalties
+from hf_cb.warpers import Warpers
+
+PROMPTS = make_prompts([9, 1, 26, 14, 5])
+DRAWN = dict(do_sample=True, warpers=Warpers(temperature=0.8))
+
+
+def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("the numbers say what it does")
+
+
+MATES = {
+    "drawn": [DRAWN | dict(seed=seed) for seed in (1, 2, 3, -4, 2**70)],
+    "some greedy": [DRAWN, {}, DRAWN | dict(logprobs=True), dict(logprobs=True), {}],
+    "some penalised": [DRAWN, DRAWN | dict(penalties=Penalties(repetition=1.5), process=process), {}, DRAWN, DRAWN],
+    "some told more": [DRAWN, dict(top_logprobs=2, logprobs=True), DRAWN, dict(output_logits=True), {}],
+}
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> Iterator[None]:
+    interception.install()
+    yield
+    interception.uninstall()
+
+
+def requests(kind: str, new: int = 12) -> list[Request]:
+    return [Request(f"r{i}", PROMPTS[i], SamplingParams(new, **options)) for i, options in enumerate(MATES[kind])]
+
+
+def told(requests: list[Request]) -> list[Any]:
+    return [(r.output_ids, [pytest.approx(value, abs=1e-4) for value in r.logprobs]) for r in requests]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", list(MATES))
+def test_tokens(kind: str, overlap: bool) -> None:
+    model = make_model("Llama")
+    harness = Harness(model, overlap=overlap)
+    got = requests(kind)
+    harness.run(got)
+    runner = harness.runner
+    plain = PagedModel(model, runner.trace, runner.groups, TensorBackend(), runner.num_blocks, runner.block_size)
+    harness.engine = Engine(plain, harness.engine.config, sampler=DeviceSampler(draw_by_hash))
+    replays, want = harness.replays, requests(kind)
+    harness.run(want)
+    assert replays > 8 and harness.replays == replays
+    assert [(r.output_ids, r.logprobs) for r in got] == told(want)
+
+
+def test_a_token_is_drawn_in_the_recording_and_nowhere_else() -> None:
+    draws: list[int] = []
+
+    def counted(logits: Any, settings: Any) -> Any:
+        draws.append(len(logits))
+        return draw_by_hash(logits, settings)
+
+    harness = Harness(make_model("Llama"), overlap=True)
+    harness.engine.sampler = DeviceSampler(counted)
+    harness.runner.warm_up()
+    harness.run(requests("drawn"))
+    assert harness.replays >= 12
+    # prompts, that is steps with more than one token of a request, are drawn outside
+    assert 1 <= len(draws) <= 12, draws
+
+
+def test_what_is_on_its_way_survives_a_recording() -> None:
+    """The first request that is not greedy has its kind of step recorded, while the other's token is unread."""
+    harness = Harness(make_model("Llama"), overlap=True)
+    want = harness.tokens(PROMPTS[:1], 20)
+    first, second = Request("first", PROMPTS[0], SamplingParams(20)), Request("r", [3], SamplingParams(4, **DRAWN))
+    harness.engine.admit(first)
+    for step in range(60):
+        if step == 5:
+            harness.engine.admit(second)
+        harness.engine.step()
+    assert len(harness.captures) == 2 * len(ladder(4)) and [first.output_ids] == want and second.num_output == 4
+
+
+def test_one_copy_there_and_one_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with far_device(monkeypatch) as watch:
+        engine = Harness(make_model("Gemma3"), far=True, overlap=True, max_num_seqs=8).engine  # layers of two kinds
+        engine.recovers = False
+        for r in requests("drawn", 20):
+            engine.admit(r)
+        copies = []
+        for _ in range(18):
+            before = dict(watch.copies)
+            engine.step()
+            copies.append({way: watch.copies[way] - before[way] for way in before})
+    assert len(engine.kv.groups) > 1 and copies[2:] == [{"to": 1, "from": 1}] * 16, copies
