@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_cb.core import Request
-from hf_cb.kernels.device import sent
 
 NULL_BLOCK = 0  # the block that no request owns: table entries without content point at it, and it stays zero
 
@@ -156,41 +155,6 @@ class StepBatch:
     def best_is_enough(self) -> bool:
         """Whether nothing is wanted but each row's largest token."""
         return self.draws is not None and self.draws.rows is None
-
-    def to(self, device: torch.device) -> StepBatch:
-        """On a device, with all its input ids: in one copy for each width of numbers. Itself if it is there."""
-        carried = self.carried
-        if carried is None and self.input_ids.device == device:
-            return self
-        slots, tables = [g.slot_mapping for g in self.groups], [g.block_table for g in self.groups]
-        more = [] if carried is None else [carried.places, carried.rows]
-        ids, positions, rows, *longs = _sent_together(
-            [self.input_ids, self.position_ids, self.logits_rows, *slots, *more], device
-        )
-        if carried is not None:
-            places, sources = longs[-2:]
-            ids.index_copy_(0, places, carried.tokens.index_select(0, sources).clamp(min=0))
-        cu_seqlens, lens, *there = _sent_together([self.cu_seqlens_q, self.seq_lens, *tables], device)
-        groups = [
-            replace(group, slot_mapping=slot_mapping, block_table=table)
-            for group, slot_mapping, table in zip(self.groups, longs[: len(slots)], there, strict=True)
-        ]
-        return replace(
-            self,
-            input_ids=ids,
-            position_ids=positions,
-            logits_rows=rows,
-            cu_seqlens_q=cu_seqlens,
-            seq_lens=lens,
-            groups=groups,
-            carried=None,
-        )
-
-
-def _sent_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    whole = sent(torch.cat([tensor.reshape(-1) for tensor in tensors]), device)
-    pieces = whole.split([tensor.numel() for tensor in tensors])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 class Share(NamedTuple):

@@ -41,7 +41,7 @@ class Runner(Protocol):
 
     def forward(self, batch: StepBatch) -> Tensor | Drawn:
         """Logits `[S, V]`, or perhaps what `batch.draws` wants of them. The batch is the host's: it is sent from here
-        (`StepBatch.to`)."""
+        (`models.sending`)."""
         ...
 
     def lend(self) -> None:

@@ -19,6 +19,7 @@ from hf_cb.models.groups import LayerGroup, storage_layers
 from hf_cb.models.guard import adapters_of
 from hf_cb.models.recurrent import RecurrentStates
 from hf_cb.models.rope import LengthDependentRope
+from hf_cb.models.sending import to_device
 from hf_cb.models.trace import Trace
 from hf_cb.modules.weights import mark_of
 from hf_cb.steps import Drawn, StepBatch
@@ -109,7 +110,7 @@ class PagedModel:
     @torch.no_grad()
     def forward(self, batch: StepBatch) -> Tensor | Drawn:
         """The logits `[S, V]` of the batch's `logits_rows`; keys and values go to the cache on the way."""
-        batch = batch.to(self.device)
+        batch = to_device(batch, self.device)
         self._prepare_blocks(batch)
         return self._compute(batch)
 

@@ -23,6 +23,7 @@ from hf_cb.core import Request, SamplingParams
 from hf_cb.models.dense import DenseModel
 from hf_cb.models.groups import LayerGroup
 from hf_cb.models.paged import PagedModel
+from hf_cb.models.sending import to_device
 from hf_cb.steps import Drawn, GroupBatch, StepBatch
 
 Inner = PagedModel | DenseModel
@@ -108,7 +109,7 @@ class LeadingRunner:
     @torch.no_grad()
     def forward(self, batch: StepBatch) -> Tensor | Drawn:
         """The logits `[S, V]`, which are the same in every process."""
-        batch = dataclasses.replace(batch.to(self.device), draws=None)
+        batch = dataclasses.replace(to_device(batch, self.device), draws=None)
         header, numbers = self._describe(batch)
         with self._section(("step", self._key, header)):
             distributed.broadcast(numbers, group=self._group, group_src=0)

@@ -20,6 +20,7 @@ from hf_cb.models.known import Known, known_of
 from hf_cb.models.paged import PagedModel
 from hf_cb.models.plan import ModelPlan
 from hf_cb.models.reading import place_of
+from hf_cb.models.sending import to_device
 from hf_cb.modules.decoder import Decoder
 from hf_cb.modules.wanted import Mode
 from hf_cb.modules.weights import is_packed
@@ -47,7 +48,7 @@ class StackModel(PagedModel):
         decoder = self._ready()
         if decoder is None:
             return super().forward(batch)
-        batch = batch.to(self.device)
+        batch = to_device(batch, self.device)
         self._prepare_blocks(batch)
         with self._turn:
             return Drawn(decoder.best(batch)) if batch.best_is_enough else decoder.logits(batch)

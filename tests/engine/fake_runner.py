@@ -10,6 +10,7 @@ from hf_cb.config import EngineConfig
 from hf_cb.core import Request, SamplingParams
 from hf_cb.engine.engine import Engine
 from hf_cb.models.groups import LayerGroup
+from hf_cb.models.sending import to_device
 from hf_cb.sizes import ResolvedConfig, Surroundings, resolve
 from hf_cb.steps import StepBatch
 
@@ -26,7 +27,7 @@ class FakeRunner:
         self.key: object = 0
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        batch = batch.to(self.device)
+        batch = to_device(batch, self.device)
         self.batches.append(batch)
         next_ids = (batch.input_ids[batch.logits_rows] + 1) % VOCAB
         return torch.nn.functional.one_hot(next_ids, VOCAB).float()

@@ -17,6 +17,7 @@ from hf_cb.engine.device_sampler import DeviceSampler
 from hf_cb.engine.engine import Engine
 from hf_cb.engine.sampler import Sampler
 from hf_cb.manager.build import build_engine
+from hf_cb.models.sending import to_device
 
 SAMPLERS = {"host": lambda: Sampler(native=False), "device": DeviceSampler}
 
@@ -90,7 +91,7 @@ def test_settle_leaves_nothing_in_flight(sampler: Sampler) -> None:
 def test_a_forward_that_raises_loses_nothing_of_the_step_before_it(sampler: Sampler) -> None:
     class Bad(FakeRunner):
         def forward(self, batch: Any) -> torch.Tensor:
-            if 13 in batch.to(self.device).input_ids.tolist():
+            if 13 in to_device(batch, self.device).input_ids.tolist():
                 raise ValueError("thirteen")
             return super().forward(batch)
 
