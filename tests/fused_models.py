@@ -20,6 +20,7 @@ from hf_cb.engine.device_sampler import DeviceSampler
 from hf_cb.engine.engine import Engine
 from hf_cb.models import gpu_stack
 from hf_cb.models.capture import cuda_captures
+from hf_cb.models.drawing import draw_by_kernel
 from hf_cb.models.gpu_stack import CapturedFusedModel, FusedModel
 from hf_cb.models.plan import plan_paged
 
@@ -59,10 +60,10 @@ class Harness:
         config = plan.config
         arguments = (model, plan.trace, plan.groups, plan.backend, config.num_blocks, config.block_size)
         if captured:
-            self.runner: FusedModel = CapturedFusedModel(self._captures, None, 2, 8, *arguments)
+            self.runner: FusedModel = CapturedFusedModel(self._captures, draw_by_kernel, 2, 8, *arguments)
         else:
             self.runner = FusedModel(*arguments)
-        self.engine = Engine(self.runner, config, sampler=DeviceSampler())
+        self.engine = Engine(self.runner, config, sampler=DeviceSampler(draw_by_kernel))
 
     def _captures(self, device: torch.device) -> Callable[[], Any]:
         made = cuda_captures(device) if DEVICE.type == "cuda" else Again
@@ -75,13 +76,16 @@ class Harness:
 
     def tokens(self, new: int = 4) -> list[list[int]]:
         requests = [Request(f"r{i}", p, SamplingParams(new)) for i, p in enumerate(PROMPTS)]
+        self.run(requests)
+        return [r.output_ids for r in requests]
+
+    def run(self, requests: list[Request]) -> None:
         for r in requests:
             self.engine.admit(r)
         while self.engine.has_work:
             self.engine.step()
         assert [r.exception for r in requests] == [None] * len(requests)
         self.engine.check_idle()
-        return [r.output_ids for r in requests]
 
 
 def make(family: str = "Llama", **changes: Any) -> Any:

@@ -48,10 +48,6 @@ def requests(kind: str, new: int = 12) -> list[Request]:
     return [Request(f"r{i}", PROMPTS[i], SamplingParams(new, **options)) for i, options in enumerate(MATES[kind])]
 
 
-def told(requests: list[Request]) -> list[Any]:
-    return [(r.output_ids, [pytest.approx(value, abs=1e-4) for value in r.logprobs]) for r in requests]
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("kind", list(MATES))
 def test_tokens(kind: str, overlap: bool) -> None:
@@ -65,7 +61,8 @@ def test_tokens(kind: str, overlap: bool) -> None:
     replays, want = harness.replays, requests(kind)
     harness.run(want)
     assert replays > 8 and harness.replays == replays
-    assert [(r.output_ids, r.logprobs) for r in got] == told(want)
+    for drawn, behind in zip(got, want, strict=True):
+        assert drawn.output_ids == behind.output_ids and drawn.logprobs == pytest.approx(behind.logprobs, abs=1e-4)
 
 
 def test_a_token_is_drawn_in_the_recording_and_nowhere_else() -> None:

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from fused_models import DEVICE, Again, Harness, alone, assert_same, bits, is_merged, make, storage_bytes
+from fused_models import DEVICE, PROMPTS, Again, Harness, alone, assert_same, bits, is_merged, make, storage_bytes
 from torch import Tensor, nn
 
 from hf_cb.attention import interception
+from hf_cb.core import Request, SamplingParams
 from hf_cb.models.captured import ladder
 from hf_cb.modules import merged
 from hf_cb.modules.gpu_decoder import GpuDecoder
+from hf_cb.warpers import Warpers
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -159,6 +161,21 @@ def test_captured_steps_are_fused_and_never_wait(steps: list[int]) -> None:
     weight.data = -old
     assert harness.tokens(6) == alone(model, 6) != want
     assert len(harness.captures) == 2 * len(ladder(2)), "recorded anew"
+
+
+@pytest.mark.parametrize("options", [dict(top_k=5), dict(top_p=0.9, temperature=1.3), dict(min_p=0.1)])
+def test_what_a_captured_step_draws(options: dict[str, Any]) -> None:
+    model, found = make(), []
+    for captured in (True, False):
+        harness = Harness(model, captured=captured, overlap=captured)
+        params = SamplingParams(5, do_sample=True, seed=3, warpers=Warpers(**options), logprobs=True)
+        requests = [Request("drawn", PROMPTS[0], params), Request("greedy", PROMPTS[1], SamplingParams(5))]
+        harness.run(requests)
+        assert captured == any(capture.replays for capture in harness.captures)
+        found.append(requests)
+    for drawn, behind in zip(*found, strict=True):
+        assert drawn.output_ids == behind.output_ids and drawn.logprobs == pytest.approx(behind.logprobs, abs=1e-4)
+    assert len(found[0][0].logprobs) == 5
 
 
 def test_no_memory_for_merging(monkeypatch: pytest.MonkeyPatch, caplog: Any, steps: list[int]) -> None:

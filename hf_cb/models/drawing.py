@@ -38,22 +38,22 @@ def settings_for(rows: Sequence[Draw], positions: Sequence[int], device: torch.d
 
 def draw_for(device: torch.device) -> DrawTokens | None:
     """What draws on a device of that kind; None where rows have to be sampled one by one."""
-    if device.type == "cpu" or package_problem() or device_problem(device):
-        return None
+    return None if device.type == "cpu" or package_problem() or device_problem(device) else draw_by_kernel
+
+
+def draw_by_kernel(logits: Tensor, settings: Settings) -> Drawn:
+    """See `kernels.triton.sampling.sample`."""
     from hf_cb.kernels.triton import sampling
 
-    def draw(logits: Tensor, settings: Settings) -> Drawn:
-        logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-        tokens = sampling.sample(
-            logits,
-            temperature=settings.temperatures,
-            top_k=settings.top_ks,
-            top_p=settings.top_ps,
-            min_p=settings.min_ps,
-            seeds=settings.seeds,
-            positions=settings.positions,
-            logprobs_out=logprobs,
-        )
-        return Drawn(tokens, logprobs)
-
-    return draw
+    logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    tokens = sampling.sample(
+        logits,
+        temperature=settings.temperatures,
+        top_k=settings.top_ks,
+        top_p=settings.top_ps,
+        min_p=settings.min_ps,
+        seeds=settings.seeds,
+        positions=settings.positions,
+        logprobs_out=logprobs,
+    )
+    return Drawn(tokens, logprobs)
