@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import make_files
 import pytest
 import transformers
 
@@ -93,3 +94,7 @@ def test_make_docs_fails_on_a_broken_link(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", *shlex.split(arguments[0])]
     build = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert build.returncode != 0 and "missing.md" in build.stderr
+
+
+def test_the_list_of_files_is_up_to_date() -> None:
+    assert make_files.PAGE.read_text() == make_files.page(), "run python docs/make_files.py"
