@@ -36,6 +36,7 @@ WAITS: dict[str, Callable[[], Any]] = {
     "repeats": lambda: X.repeat_interleave(MASK.long()),
     "to the device": lambda: X.to("meta"),
     "into the device": lambda: FAR.copy_(X[:3]),
+    "to another of its kind": lambda: FAR.to("meta:1"),
 }
 DOES_NOT: dict[str, Callable[[], Any]] = {
     "one value by mask": lambda: filled(MASK, torch.tensor(5.0)),

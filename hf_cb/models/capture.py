@@ -70,8 +70,8 @@ def _obstacle(func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> str | No
         masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
         if masks and not (len(args) > 2 and args[2].numel() == 1):  # one value is filled in without counting places
             return "waits for the device, to count what a mask chooses"
-    if name in ("_to_copy", "copy_") and len({t.device.type for t in tensors}) > 1:
-        return "copies between host and device"
+    if name in ("_to_copy", "copy_") and len({t.device for t in tensors}) > 1:  # a recording is of one device
+        return "copies from one device to another"
     if name == "lift_fresh" and out.device.type not in ("cpu", "meta"):
         return "brings a value from the host"
     return None
