@@ -36,7 +36,6 @@ WAITS: dict[str, Callable[[], Any]] = {
     "repeats": lambda: X.repeat_interleave(MASK.long()),
     "to the device": lambda: X.to("meta"),
     "into the device": lambda: FAR.copy_(X[:3]),
-    "to another of its kind": lambda: FAR.to("meta:1"),
 }
 DOES_NOT: dict[str, Callable[[], Any]] = {
     "one value by mask": lambda: filled(MASK, torch.tensor(5.0)),
@@ -56,6 +55,16 @@ def test_what_waits_is_not_recorded(name: str) -> None:
 @pytest.mark.parametrize("name", DOES_NOT)
 def test_what_does_not_is(name: str) -> None:
     rehearse(DOES_NOT[name])
+
+
+def test_a_copy_from_one_gpu_to_another_is_not_recorded() -> None:
+    """Of tensors without memory, as there may be no GPU."""
+    first, same, second = (
+        torch.Tensor._make_wrapper_subclass(Tensor, (3,), device=f"cuda:{number}") for number in (0, 0, 1)
+    )
+    copy = torch.ops.aten.copy_.default
+    assert capture._obstacle(copy, (first, same), {}, first) is None
+    assert capture._obstacle(copy, (second, first), {}, second) == "copies from one device to another"
 
 
 class Cuda:
