@@ -58,10 +58,15 @@ def test_what_does_not_is(name: str) -> None:
 
 
 def test_a_copy_from_one_gpu_to_another_is_not_recorded() -> None:
-    """Of tensors without memory, as there may be no GPU."""
-    first, same, second = (
-        torch.Tensor._make_wrapper_subclass(Tensor, (3,), device=f"cuda:{number}") for number in (0, 0, 1)
-    )
+
+    class Nothing(Tensor):
+        """A tensor without memory, as there may be no GPU."""
+
+        @classmethod
+        def __torch_dispatch__(cls, *args: Any) -> Any:
+            raise NotImplementedError
+
+    first, same, second = (Tensor._make_wrapper_subclass(Nothing, (3,), device=f"cuda:{n}") for n in (0, 0, 1))
     copy = torch.ops.aten.copy_.default
     assert capture._obstacle(copy, (first, same), {}, first) is None
     assert capture._obstacle(copy, (second, first), {}, second) == "copies from one device to another"
