@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,19 +17,23 @@ NOT_CARRIED = -1
 ALIGNED = 4  # numbers: kernels are compiled anew for pointers that are not multiples of 16 bytes
 
 
-@dataclass
-class Columns:
-    """Where the numbers of a batch of n decodes lie in one array of int64: one after the other, and the block tables
-    behind them, which are as wide as they need be.
+class Columns(NamedTuple):
+    """The numbers of a batch of n decodes, `[n]` each (slots `[G, n]`), in one array: of torch or numpy, as that is.
 
-    `longs [4 + G, n]` int64: ids, positions, the row of the last step that has the id (or NOT_CARRIED), seeds, and each
-    group's slots; `ints [2, n]` int32: sequence lengths, top_k; `floats [3, n]` float32: temperature, top_p, min_p.
-    Of torch or numpy, as the array is.
+    The first five are int64, the next two int32, the last three float32. `carried`: the row of the step before whose
+    token is the id, or NOT_CARRIED.
     """
 
-    longs: Any
-    ints: Any
-    floats: Any
+    ids: Any
+    positions: Any
+    carried: Any
+    seeds: Any
+    slots: Any
+    seq_lens: Any
+    top_ks: Any
+    temperatures: Any
+    top_ps: Any
+    min_ps: Any
 
 
 def bounds(size: int, num_groups: int) -> tuple[int, int, int]:
@@ -39,17 +43,20 @@ def bounds(size: int, num_groups: int) -> tuple[int, int, int]:
 
 
 def columns(whole: Any, size: int, num_groups: int, types: Any) -> Columns:
-    """`types`: torch or numpy, for the names of their types."""
+    """In an array of int64. `types`: torch or numpy, for the names of their types."""
     step, middle, end = bounds(size, num_groups)
-    words = whole[middle:end].view(types.int32).reshape(5, step)[:, :size]
-    return Columns(whole[:middle].reshape(-1, step)[:, :size], words[:2], words[2:].view(types.float32))
+    longs = whole[:middle].reshape(-1, step)[:, :size]
+    ints = whole[middle:end].view(types.int32).reshape(5, step)[:, :size]
+    floats = ints[2:].view(types.float32)
+    return Columns(*longs[:4], longs[4:], *ints[:2], *floats)
 
 
 class FixedInputs:
-    """Decode steps of up to `most` rows, the rest of a batch being padding; one size at a time. They come in one copy
-    from the host, and block tables go from there to a place where rows have a fixed length, `max_blocks`.
+    """Decode steps of up to `most` rows, the rest of a batch being padding; one size at a time.
 
-    What was drawn last stays here too, `drawn`: the next step's ids may be among it.
+    They come in one copy from the host: columns, and behind these the block tables, as wide as they need be, which go
+    on to a place where rows have a fixed length, `max_blocks`. What was drawn last stays here too, as `tokens` and
+    `logprobs`: the next step's ids may be among it.
     """
 
     def __init__(self, most: int, num_groups: int, max_blocks: int, block_size: int, device: torch.device) -> None:
@@ -73,31 +80,29 @@ class FixedInputs:
         here, width = columns(self._whole, size, self._num_groups, torch), self._tables.shape[2]
         return StepBatch(
             requests=[],
-            input_ids=here.longs[0],
-            position_ids=here.longs[1],
+            input_ids=here.ids,
+            position_ids=here.positions,
             logits_rows=self._rows[0][:size],
             cu_seqlens_q=self._rows[1][: size + 1],
-            seq_lens=here.ints[0],
+            seq_lens=here.seq_lens,
             query_lens_list=[1] * size,
             seq_lens_list=[width * self._block_size] * size,  # a bound: what is recorded holds for any length
             groups=[
-                GroupBatch(slots, table[:size], [], [])
-                for slots, table in zip(here.longs[4:], self._tables, strict=True)
+                GroupBatch(slots, table[:size], [], []) for slots, table in zip(here.slots, self._tables, strict=True)
             ],
             block_size=self._block_size,
         )
 
     def with_ids(self, size: int) -> StepBatch:
         """The same with all its ids; to be recorded, as it looks at what was drawn last."""
-        carried = columns(self._whole, size, self._num_groups, torch).longs[2]
+        carried = columns(self._whole, size, self._num_groups, torch).carried
         batch = self.batch_of(size)
         drawn = self.tokens.index_select(0, carried.clamp(min=0)).clamp(min=0)  # negative: its request fails
         return replace(batch, input_ids=torch.where(carried == NOT_CARRIED, batch.input_ids, drawn))
 
     def settings(self, size: int) -> Settings:
         here = columns(self._whole, size, self._num_groups, torch)
-        temperatures, top_ps, min_ps = here.floats
-        return Settings(temperatures, top_ps, min_ps, here.ints[1], here.longs[3], here.longs[1] + 1)
+        return Settings(here.temperatures, here.top_ps, here.min_ps, here.top_ks, here.seeds, here.positions + 1)
 
     def leave(self, drawn: Drawn) -> Drawn:
         """The first of `tokens` and `logprobs` are these; all of both."""
@@ -125,7 +130,7 @@ class FixedInputs:
         total = self._num_groups * size * width
         whole = np.zeros(end + (total + 1) // 2, np.int64)
         here = columns(whole, size, self._num_groups, np)
-        here.longs[2], here.longs[4:], here.ints[0] = NOT_CARRIED, NO_SLOT, 1
+        here.carried[:], here.slots[:], here.seq_lens[:] = NOT_CARRIED, NO_SLOT, 1
         tables = whole[end:].view(np.int32)[:total].reshape(self._num_groups, size, width)
         if batch is not None:
             _write(here, tables, batch)
@@ -136,18 +141,13 @@ class FixedInputs:
 
 def _write(here: Columns, tables: np.ndarray, batch: StepBatch) -> None:
     rows = len(batch.seq_lens_list)
-    here.longs[0, :rows], here.longs[1, :rows] = batch.input_ids, batch.position_ids
-    here.ints[0, :rows] = batch.seq_lens_list
+    here.ids[:rows], here.positions[:rows], here.seq_lens[:rows] = batch.input_ids, batch.position_ids, batch.seq_lens
     if batch.carried is not None:
-        here.longs[2, batch.carried.places.numpy()] = batch.carried.rows
+        here.carried[batch.carried.places.numpy()] = batch.carried.rows
     if batch.draws is not None and batch.draws.rows is not None:
-        (
-            here.floats[0, :rows],
-            here.ints[1, :rows],
-            here.floats[1, :rows],
-            here.floats[2, :rows],
-            here.longs[3, :rows],
-        ) = zip(*batch.draws.rows, strict=True)
+        settings = (here.temperatures, here.top_ks, here.top_ps, here.min_ps, here.seeds)  # as in `Draw`
+        for column, values in zip(settings, zip(*batch.draws.rows, strict=True), strict=True):
+            column[:rows] = values
     for g, group in enumerate(batch.groups):
-        here.longs[4 + g, :rows] = group.slot_mapping
+        here.slots[g, :rows] = group.slot_mapping
         tables[g, :rows, : group.block_table.shape[1]] = group.block_table
