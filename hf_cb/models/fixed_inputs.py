@@ -18,7 +18,7 @@ ALIGNED = 4  # numbers: kernels are compiled anew for pointers that are not mult
 
 
 class Columns(NamedTuple):
-    """The numbers of a batch of n decodes, `[n]` each (slots `[G, n]`), in one array: of torch or numpy, as that is.
+    """The numbers of a batch of n decodes in one array, of torch or numpy: `[n]` each, and slots for each group.
 
     The first five are int64, the next two int32, the last three float32. `carried`: the row of the step before whose
     token is the id, or NOT_CARRIED.
@@ -28,7 +28,7 @@ class Columns(NamedTuple):
     positions: Any
     carried: Any
     seeds: Any
-    slots: Any
+    slots: list[Any]
     seq_lens: Any
     top_ks: Any
     temperatures: Any
@@ -45,10 +45,10 @@ def bounds(size: int, num_groups: int) -> tuple[int, int, int]:
 def columns(whole: Any, size: int, num_groups: int, types: Any) -> Columns:
     """In an array of int64. `types`: torch or numpy, for the names of their types."""
     step, middle, end = bounds(size, num_groups)
-    longs = whole[:middle].reshape(-1, step)[:, :size]
-    ints = whole[middle:end].view(types.int32).reshape(5, step)[:, :size]
-    floats = ints[2:].view(types.float32)
-    return Columns(*longs[:4], longs[4:], *ints[:2], *floats)
+    ids, positions, carried, seeds, *slots = whole[:middle].reshape(-1, step)[:, :size]
+    words = whole[middle:end].view(types.int32).reshape(5, step)[:, :size]
+    temperatures, top_ps, min_ps = words[2:].view(types.float32)
+    return Columns(ids, positions, carried, seeds, slots, words[0], words[1], temperatures, top_ps, min_ps)
 
 
 class FixedInputs:
@@ -130,7 +130,12 @@ class FixedInputs:
         total = self._num_groups * size * width
         whole = np.zeros(end + (total + 1) // 2, np.int64)
         here = columns(whole, size, self._num_groups, np)
-        here.carried[:], here.slots[:], here.seq_lens[:] = NOT_CARRIED, NO_SLOT, 1
+        for column, value in (
+            (here.carried, NOT_CARRIED),
+            (here.seq_lens, 1),
+            *((slots, NO_SLOT) for slots in here.slots),
+        ):
+            column[:] = value
         tables = whole[end:].view(np.int32)[:total].reshape(self._num_groups, size, width)
         if batch is not None:
             _write(here, tables, batch)
@@ -149,5 +154,5 @@ def _write(here: Columns, tables: np.ndarray, batch: StepBatch) -> None:
         for column, values in zip(settings, zip(*batch.draws.rows, strict=True), strict=True):
             column[:rows] = values
     for g, group in enumerate(batch.groups):
-        here.slots[g, :rows] = group.slot_mapping
+        here.slots[g][:rows] = group.slot_mapping
         tables[g, :rows, : group.block_table.shape[1]] = group.block_table
