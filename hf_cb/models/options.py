@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from hf_cb.errors import OptionError
+from hf_cb.errors import OptionError, PromptError
 
 # Mean what they mean in `generate`
 HONOURED = frozenset(
@@ -115,6 +115,38 @@ def check_temperature(config: GenerationConfig) -> None:
         raise OptionError(
             f"temperature must be more than 0 where do_sample=True, not {value!r}: for the most likely tokens (what "
             f"temperature=0 means elsewhere), give do_sample=False."
+        )
+
+
+MINIMA = ("min_new_tokens", "min_length")
+
+
+def check_minimum(config: GenerationConfig, prompt_length: int | None = None, scores_only: bool = False) -> None:
+    """A least length must not be above the greatest, where `generate` warns and stops at the greatest.
+
+    Args:
+        prompt_length: of a request's prompt; without it, only what holds for every prompt is looked at.
+        scores_only: nothing is generated.
+
+    Raises:
+        OptionError: it is, for every prompt.
+        PromptError: it is, for this prompt.
+    """
+    least = "min_length" if config.min_new_tokens is None else "min_new_tokens"  # which `generate` prefers, too
+    most = "max_length" if config.max_new_tokens is None else "max_new_tokens"
+    low, high = getattr(config, least), 0 if scores_only else getattr(config, most)
+    if not low or high is None:
+        return
+    error: type[OptionError | PromptError] = OptionError
+    too_much, after = low - high, ""
+    if least[4:] != most[4:]:  # of one the prompt is a part
+        if prompt_length is None:
+            return
+        error, after = PromptError, f" after a prompt of {prompt_length} tokens"
+        too_much += prompt_length if least == "min_new_tokens" else -prompt_length
+    if too_much > 0:
+        raise error(
+            f"{least}={low} is more than {most}={high} allows{after}: give a smaller {least} or a larger {most}."
         )
 
 

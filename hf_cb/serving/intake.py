@@ -66,8 +66,9 @@ class Intake:
             raise ApiError(404, message, "model", "model_not_found")
         request = read_chat(body, self.template) if is_chat else read_completion(body)
         limit = self.max_output_tokens
-        if limit is not None and request.max_tokens is not None and request.max_tokens > limit:
-            raise bad("max_tokens", f"can be at most {limit} on this server, not {request.max_tokens}.")
+        for name, asked in (("max_tokens", request.max_tokens), ("min_tokens", request.fields.get("min_tokens"))):
+            if limit is not None and asked is not None and asked > limit:
+                raise bad(name, f"can be at most {limit} on this server, not {asked}.")
         policy = self.manager.config.policy
         if request.fields.get("priority") and isinstance(policy, str) and policy != "priority":
             raise bad("priority", f'needs a server with the policy "priority", and this one has {policy!r}.')

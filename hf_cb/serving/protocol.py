@@ -177,6 +177,7 @@ def read_chat(body: Mapping[str, Any], template: ChatTemplate) -> GenerationRequ
     if limit == 0:
         name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
         raise bad(name, "must be at least 1, not 0.")
+    _check_minimum(fields, limit)
     if "max_tokens" in fields and fields["max_tokens"] != limit:
         raise bad("max_tokens", "and max_completion_tokens are two names for one thing: give one.")
     messages = read_messages(fields["messages"], template)
@@ -204,6 +205,7 @@ def read_completion(body: Mapping[str, Any]) -> GenerationRequest:
     limit = fields.get("max_tokens", COMPLETION_TOKENS)
     if limit == 0 and not fields.get("echo"):
         raise bad("max_tokens", "must be at least 1, or 0 with echo.")
+    _check_minimum(fields, limit)
     return GenerationRequest(fields, fields["prompt"], False, max_tokens=limit)
 
 
@@ -226,6 +228,12 @@ def _check_together(fields: Mapping[str, Any]) -> None:
         raise bad("stream_options", "needs stream=true.")
     if "prompt_logprobs" in fields and fields.get("stream"):
         raise bad("prompt_logprobs", "cannot be streamed.")
+
+
+def _check_minimum(fields: Mapping[str, Any], limit: int | None) -> None:
+    least = fields.get("min_tokens", 0)
+    if limit is not None and least > limit:
+        raise bad("min_tokens", f"is {least}, and at most {limit} tokens are asked for: raise max_tokens with it.")
 
 
 def _text_only(name: str, value: Any) -> Any:

@@ -91,6 +91,24 @@ def test_max_length_counts_the_prompt(shared_llama) -> None:
     assert "max_length=10" in late.error
 
 
+@pytest.mark.parametrize(
+    ("options", "short"),
+    [(dict(max_length=12, min_new_tokens=7), False), (dict(max_new_tokens=7, min_length=12), True)],
+)
+def test_lengths_that_a_prompt_does_not_allow(shared_llama, options, short: bool) -> None:
+    options = greedy(**{"max_new_tokens": None} | options)
+    fits, too_much = ([5] * 5, [5] * 4 if short else [5] * 6)
+    good, bad = shared_llama.generate_batch([fits, too_much], options).values()
+    assert good.generated_tokens == generate_alone(shared_llama, fits, options)
+    assert isinstance(bad.exception, PromptError) and f"after a prompt of {len(too_much)} tokens" in bad.error
+
+
+def test_a_least_length_of_the_models_own_yields(shared_llama, monkeypatch) -> None:
+    monkeypatch.setattr(shared_llama.generation_config, "min_new_tokens", 9)
+    (result,) = shared_llama.generate_batch([GOOD], max_new_tokens=4).values()
+    assert len(result.generated_tokens) == 4, "as in generate"
+
+
 def test_a_live_request_id_is_taken(shared_llama) -> None:
     with shared_llama.continuous_batching_context_manager() as manager:
         handle = manager.submit(GOOD, greedy(100), request_id="mine")
@@ -121,6 +139,9 @@ BAD_OPTIONS = {
     "temperature": (dict(temperature="hot"), "temperature.*'hot'"),
     "seed": (dict(seed="x"), "seed.*'x'"),
     "max_time": (dict(max_time=-1), "max_time"),
+    "more than the most": (dict(max_new_tokens=4, min_new_tokens=5), "min_new_tokens=5 .*max_new_tokens=4 .*smaller"),
+    "longer than the longest": (dict(max_length=9, min_length=10), "min_length=10 .*max_length=9 "),
+    "more than nothing": (dict(max_new_tokens=0, min_new_tokens=1, prompt_logprobs=0), "min_new_tokens=1 "),
     "sequences": (dict(num_return_sequences=0), "num_return_sequences"),
     "stop strings without a tokenizer": (dict(stop_strings=["END"]), "stop_strings.*tokenizer"),
 }

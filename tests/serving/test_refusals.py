@@ -156,6 +156,8 @@ def test_messages_are_checked(template, messages, param) -> None:
 def test_what_does_not_go_together(template) -> None:
     for more, name in (
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
+        ({"max_completion_tokens": 5, "min_tokens": 6}, "min_tokens"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"n": 2, "temperature": 0}, "n"),
