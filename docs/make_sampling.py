@@ -94,7 +94,7 @@ Every request has options of its own, with the meaning and in the order that the
 `GenerationConfig` for all prompts or one for each, and single options as keyword arguments. Unset fields come from
 the model's generation config and then from `generate`'s defaults, except for its length of 20: without
 `max_new_tokens` and `max_length` an answer may be as long as the model and the KV cache allow. `eos_token_id=-1`
-means none.
+means none. A `min_new_tokens` above `max_new_tokens` is refused, where `generate` warns and stops at the latter.
 
 **How it runs.** *Batched*: for all requests in one call, native on a CPU and on the device on a GPU; a step's work is
 that of the tokens concerned. *Per row*: transformers' own class, on that request's row of scores and its ids `[1,

@@ -19,15 +19,7 @@ from hf_cb.core import SamplingParams, StopCheck
 from hf_cb.errors import OptionError, PromptError
 from hf_cb.models import result_options
 from hf_cb.models.device import device_of
-from hf_cb.models.options import (
-    MINIMA,
-    check_minimum,
-    check_refused,
-    check_temperature,
-    check_tokens,
-    check_values,
-    eos_ids,
-)
+from hf_cb.models.options import check_least, check_refused, check_temperature, check_tokens, check_values, eos_ids
 from hf_cb.models.own_options import OwnOptions
 from hf_cb.models.processors import check_extras, make_processors, take_drafts
 from hf_cb.models.result_options import ResultOptions
@@ -66,7 +58,6 @@ class Recipe:
     seed: int | None = None
     seeds: Iterator[int] | None = None  # for requests without a seed of their own
     own: OwnOptions = field(default_factory=OwnOptions)
-    asks_least: bool = False  # for a least length; one of the model's own yields to a greatest that is asked for
 
     @property
     def num_return_sequences(self) -> int:
@@ -94,7 +85,7 @@ class Recipe:
         """What a request for this prompt asks; `seed` for one of several sequences.
 
         Raises:
-            PromptError: this prompt leaves nothing to generate, or not as much as is asked for at least.
+            PromptError: this prompt leaves nothing to generate.
         """
         config, length = copy.copy(self.config), len(prompt_ids)
         given = config.max_new_tokens is not None or config.max_length is not None
@@ -104,8 +95,6 @@ class Recipe:
                 f"The prompt has {length} tokens and max_length={config.max_length} leaves none to generate: raise "
                 f"max_length, or give max_new_tokens instead."
             )
-        if self.asks_least:
-            check_minimum(self.config, length)
         config.max_length = length + config.max_new_tokens
         if config.min_new_tokens is not None:
             config.min_length = length + config.min_new_tokens
@@ -184,9 +173,7 @@ def make_recipe(
     config = _merge(model, generation_config, options)
     check_refused(config)
     check_temperature(config)
-    asks_least = any(options.get(name) or getattr(generation_config, name, None) for name in MINIMA)
-    if asks_least:
-        check_minimum(config, scores_only=scores_only)
+    check_least(config, {**({} if generation_config is None else vars(generation_config)), **options}, scores_only)
     stop_strings = None
     if config.stop_strings is not None:
         if tokenizer is None:
@@ -197,9 +184,7 @@ def make_recipe(
     make_processors(model, copy.copy(config), [0], extras)  # to find what it refuses before anything runs
     check_tokens(config, vocab_size)
     results = result_options.read(extras, config, vocab_size, logprobs, scores_only)
-    return Recipe(
-        model, config, extras, tokenizer, default_length, results, stop_strings, own_seed, seeds, own, asks_least
-    )
+    return Recipe(model, config, extras, tokenizer, default_length, results, stop_strings, own_seed, seeds, own)
 
 
 def vocab_of(model: PreTrainedModel) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import GenerationConfig
 
-from hf_cb.errors import OptionError, PromptError
+from hf_cb.errors import OptionError
 
 # Mean what they mean in `generate`
 HONOURED = frozenset(
@@ -118,35 +119,23 @@ def check_temperature(config: GenerationConfig) -> None:
         )
 
 
-MINIMA = ("min_new_tokens", "min_length")
+def check_least(config: GenerationConfig, given: Mapping[str, Any], scores_only: bool) -> None:
+    """Raises OptionError for a least length above the greatest, where `generate` warns and stops at the greatest.
 
-
-def check_minimum(config: GenerationConfig, prompt_length: int | None = None, scores_only: bool = False) -> None:
-    """A least length must not be above the greatest, where `generate` warns and stops at the greatest.
+    So it is here where only some prompts are too short or too long for both, and where the least length is the model's
+    own.
 
     Args:
-        prompt_length: of a request's prompt; without it, only what holds for every prompt is looked at.
+        given: the caller's own options.
         scores_only: nothing is generated.
-
-    Raises:
-        OptionError: it is, for every prompt.
-        PromptError: it is, for this prompt.
     """
-    least = "min_length" if config.min_new_tokens is None else "min_new_tokens"  # which `generate` prefers, too
-    most = "max_length" if config.max_new_tokens is None else "max_new_tokens"
+    least, most = "min_new_tokens", "max_new_tokens"
+    if config.min_new_tokens is None and config.max_new_tokens is None:
+        least, most = "min_length", "max_length"
     low, high = getattr(config, least), 0 if scores_only else getattr(config, most)
-    if not low or high is None:
-        return
-    error: type[OptionError | PromptError] = OptionError
-    too_much, after = low - high, ""
-    if least[4:] != most[4:]:  # of one the prompt is a part
-        if prompt_length is None:
-            return
-        error, after = PromptError, f" after a prompt of {prompt_length} tokens"
-        too_much += prompt_length if least == "min_new_tokens" else -prompt_length
-    if too_much > 0:
-        raise error(
-            f"{least}={low} is more than {most}={high} allows{after}: give a smaller {least} or a larger {most}."
+    if given.get(least) and low and high is not None and low > high:
+        raise OptionError(
+            f"{least}={low} is more than {most}={high} allows: give a smaller {least} or a larger {most}."
         )
 
 

@@ -33,6 +33,8 @@ def cases() -> list[tuple[list[int], dict[str, Any]]]:
             options |= examples.ALL[name]
         if "exponential_decay_length_penalty" in options:
             options.pop("ignore_eos", None)  # it is about that token
+        if "min_new_tokens" in options:
+            options["max_new_tokens"] = 7
         options["do_sample"] = rng.random() < 0.6 or "num_return_sequences" in options
         found.append((prompt, options))
     return found
