@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections.abc import Callable, Collection
 
 from hf_cb.core import Request, Status
@@ -14,6 +13,7 @@ from hf_cb.engine.pacing import Pacing
 from hf_cb.engine.shares import Shares
 from hf_cb.engine.speculation import DraftSource, NoDrafts
 from hf_cb.policies import Continuous, Policy, Situation
+from hf_cb.policies.asking import insert, order_of, wake_time_of
 from hf_cb.sizes import ResolvedConfig
 from hf_cb.steps import PlanPart, StepPlan
 
@@ -43,7 +43,7 @@ class Scheduler:
         self.held_until: float | None = None  # the policy holds everybody back until then, or until something changes
 
     def add(self, request: Request) -> None:
-        insort(self.waiting, request, key=self.policy.rank)
+        insert(self.policy, self.waiting, request)
         self.held_until = None
 
     def remove(self, request: Request) -> None:
@@ -73,7 +73,7 @@ class Scheduler:
         shares = Shares(allowed, self._prompt_tokens(allowed), SCORED_ROWS)
         closed = False  # no new request may start
         running, unasked = set(situation.running), len(situation.running)
-        for request in policy.order(situation):
+        for request in order_of(policy, situation):
             if closed and not unasked:
                 break  # only new requests are left, perhaps thousands, and none may start
             _check_named(policy, "order", request, isinstance(request, Request))
@@ -117,7 +117,7 @@ class Scheduler:
             part.request.num_computed += part.num_tokens
             part.request.ahead += part.samples > 0
         if not plan.parts and not self.running:
-            wake = policy.wake_time(situation)
+            wake = wake_time_of(policy, situation)
             self.held_until = wake if wake is not None and wake > situation.now else None
         self.policy.planned(plan)
         return plan
@@ -172,7 +172,7 @@ class Scheduler:
         if request.metrics.preemptions == 0:
             request.metrics.cached_tokens = request.num_computed
         self.waiting.remove(request)
-        insort(self.running, request, key=self.policy.rank)
+        insert(self.policy, self.running, request)
         request.status = Status.RUNNING
         plan.admitted.append(request)
         return part

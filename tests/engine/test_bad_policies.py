@@ -53,9 +53,23 @@ class Swaps(Policy):
         return request
 
 
+class Answers(Policy):
+    """One of its methods returns what it may not."""
+
+    name = "answers"
+
+    def __init__(self, **answers: Any) -> None:
+        for method, answer in answers.items():
+            setattr(self, method, lambda *_, answer=answer: answer)
+
+
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
+        (Answers(order=None), "order.*'answers' returned None.*iterable of requests"),
+        (Answers(order=["a"]), "order.*'answers' names 'a'"),
+        (Answers(order=[], wake_time="soon"), "wake_time.*'answers' returned 'soon'"),
+        (Answers(rank=None), "rank.*'answers' does not put 'b' in a place .*NoneType"),
         (Named(request("ghost", [5])), "order.*'named' names 'ghost'"),
         (Named(None), "order.*'named' names None"),
         (Remembers(), "order.*'remembers' names 'a'"),
