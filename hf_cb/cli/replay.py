@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_cb.cli import model as models
+from hf_cb.cli.job import INTERRUPTED
 from hf_cb.cli.numbers import count, count_or_zero, not_negative, share
 from hf_cb.errors import OptionError
 
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the tables; 1 if a request failed."""
+    """Prints the tables; 1 if a request failed, 130 if it was interrupted: then they are those of the rounds before."""
     if not 0 < args.confidence < 1:
         raise OptionError(f"--confidence {args.confidence} must be between 0 and 1.")
 
@@ -97,6 +98,9 @@ def run(args: argparse.Namespace) -> int:
         write_file(args.json, (json.dumps(summary) + "\n").encode())
     if args.plot is not None:
         draw(summary, args.plot)
+    if args.compare is None and summary["rounds"] < args.repeat:
+        print(f"hf-cb replay: {summary['notes'][0]}", file=sys.stderr)
+        return INTERRUPTED
     return int(any(found["counts"]["error"] for found in summary["settings"].values()))
 
 
@@ -123,11 +127,22 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any],
     held = {name: getattr(first, name) for name in HELD} | {"seed of prompts": args.seed}
     about = circumstances(model, args.model or "demo", shaped, held, args.speed)
 
+    turns: list[Turn] = []
+
     def say(turn: Turn) -> None:
+        turns.append(turn)
         said = f"round {turn.round + 1}, {turn.setting}: {turn.seconds:.1f} s, {turn.tokens / turn.seconds:.1f} tok/s"
         print(said, file=sys.stderr, flush=True)
 
-    return about, described(settings, configs), play(model, configs, calls, args.repeat, say)
+    try:
+        play(model, configs, calls, args.repeat, say)
+    except KeyboardInterrupt:
+        done = len(turns) // len(configs)
+        if not done:
+            raise
+        del turns[done * len(configs) :]  # settings are compared round by round
+        about["notes"] = [f"interrupted: {done} of {args.repeat} rounds were finished, and no others are told of"]
+    return about, described(settings, configs), turns
 
 
 def _settings(args: argparse.Namespace) -> list[Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_models import make_model, make_tokenizer
 
+from hf_cb.bench.replay import play
 from hf_cb.bench.replay.plot import levels
 from hf_cb.cli import main
 
@@ -103,6 +104,26 @@ def test_what_is_wrong_is_said_before_the_work(folder, tmp_path, capsys):
     for args, message in wrong.items():
         assert main(["replay", "-m", folder, *args]) == 2, args
         assert message in capsys.readouterr().err, args
+
+
+def test_an_interrupt_leaves_the_rounds_that_are_finished(folder, tmp_path, capsys, monkeypatch):
+    whole, left = play._turn, iter(range(3))
+
+    def turn(*args):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    monkeypatch.setattr(play, "_turn", turn)
+    file = tmp_path / "x.json"
+    args = ["replay", "-m", folder, *FEW, "--a", "", "--b", "max_num_seqs=1", "--repeat", "4", "--json", str(file)]
+    assert main(args) == 130  # in the second turn of the second round
+    said = capsys.readouterr()
+    assert "interrupted: 1 of 4 rounds" in said.err and "interrupted: 1 of 4 rounds" in said.out
+    assert "B against A, the same requests" in said.out and len(json.loads(file.read_text())["turns"]) == 2
+    assert main(args) == 130  # in the first round
+    said = capsys.readouterr()
+    assert said.err.endswith("hf-cb replay: interrupted\n") and not said.out
 
 
 @pytest.mark.parametrize("turns", [[], [7], [{"setting": "A", "round": 0}]])
