@@ -40,6 +40,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.preemptions = 0
         self.closing = False  # no more requests will come
+        self.expects = True  # False: none will until whoever submits says so
         self.held_until: float | None = None  # the policy holds everybody back until then, or until something changes
 
     def add(self, request: Request) -> None:
@@ -58,6 +59,10 @@ class Scheduler:
         """No more requests will come (or some will after all)."""
         if self.closing != closing:
             self.closing, self.held_until = closing, None
+
+    def expect(self, more: bool) -> None:
+        """Whether those who submit may have more requests."""
+        self.expects, self.held_until = more, None
 
     def plan(
         self, only: Collection[Request] | None = None, budget: int | None = None, run_ahead: bool = False
@@ -128,7 +133,7 @@ class Scheduler:
             waiting=list(self.waiting) if only is None else [r for r in self.waiting if r in only],
             now=self.clock(),
             max_num_seqs=self.config.max_num_seqs,
-            closing=self.closing,
+            closing=self.closing or not self.expects,
             cached_tokens=self.kv.cached_tokens,
             fastest_step=self.pacing.fastest_step,
         )

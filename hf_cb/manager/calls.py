@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from hf_cb.errors import OptionError, PromptError
 from hf_cb.manager.handle import Handle, Reader
 from hf_cb.manager.kept import kept_manager
 from hf_cb.manager.manager import ContinuousBatchingManager
-from hf_cb.manager.session import open_manager
+from hf_cb.manager.session import complete, open_manager
 from hf_cb.metrics.stats import ManagerStats
 from hf_cb.models.generation import Recipe, make_recipe
 from hf_cb.models.plan import Need, model_length
@@ -98,6 +98,7 @@ def generate_batch(
         before = session.manager.stats()
         submitted = [session.submit(prompt, recipe, i) for i, (prompt, recipe) in enumerate(recipes)]
         handles = [item for item in submitted if isinstance(item, Handle)]
+        session.complete()
         if progress_bar:
             _show_progress(session.manager, handles, before)
         for item in submitted:
@@ -148,10 +149,11 @@ def _iterate(batch: Batch) -> Generator[GenerationOutput]:
 class _Session:
     """One call's requests on a manager."""
 
-    def __init__(self, manager: ContinuousBatchingManager, batch: Batch) -> None:
+    def __init__(self, manager: ContinuousBatchingManager, batch: Batch, stack: ExitStack) -> None:
         self.manager = manager
         self.batch = batch
         self.live: set[Handle] = set()
+        self._stack = stack  # is closed with the call
 
     def submit(self, prompt: list[int] | Exception, recipe: Recipe, index: int) -> Handle | GenerationOutput:
         """A handle; or, for a bad prompt, its result."""
@@ -172,6 +174,10 @@ class _Session:
             index=index,
         )
 
+    def complete(self) -> None:
+        """All that the call has is submitted."""
+        self._stack.enter_context(complete(self.manager))
+
     def done(self, handle: Handle) -> None:
         self.live.discard(handle)
 
@@ -187,6 +193,7 @@ class _Session:
                 index, (prompt, recipe) = next(source, (-1, (None, None)))
                 if prompt is None or recipe is None:
                     exhausted = True
+                    self.complete()
                     continue
                 item = self.submit(prompt, recipe, index)
                 if isinstance(item, Handle):
@@ -205,8 +212,9 @@ class _Session:
 @contextmanager
 def _session(batch: Batch, need: Need | None = None) -> Iterator[_Session]:
     """A manager for one call. Leaving early (an exception, Ctrl-C, a closed generator) cancels what is left."""
-    with open_manager(batch.model, batch.config, batch.tokenizer, batch.persistent, need) as manager:
-        session = _Session(manager, batch)
+    opened = open_manager(batch.model, batch.config, batch.tokenizer, batch.persistent, need)
+    with opened as manager, ExitStack() as stack:
+        session = _Session(manager, batch, stack)
         try:
             yield session
         finally:

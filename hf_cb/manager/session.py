@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hf_cb.config import EngineConfig
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _lock = threading.RLock()  # a garbage collection inside may close an abandoned session
 _sessions: Counter[ContinuousBatchingManager] = Counter()  # how many are open on each manager
+_complete: Counter[ContinuousBatchingManager] = Counter()  # how many of them submit nothing more
 
 
 def get_manager(
@@ -85,6 +87,7 @@ def running(
     finished = False
     try:
         manager.start()
+        _tell(manager)
         if warmup:
             manager.warmup()
         yield manager
@@ -99,5 +102,29 @@ def running(
             if last:
                 del _sessions[manager]
                 manager.stop(block=False, hard_stop=not finished)
+            else:
+                _tell(manager)
         if last and block:
             manager.join(timeout=timeout)
+
+
+@contextmanager
+def complete(manager: ContinuousBatchingManager) -> Iterator[None]:
+    """Inside, one of the manager's sessions submits nothing more. Once that is so of all of them, a policy that holds
+    a batch back for others to join need not."""
+    with _lock:
+        _complete[manager] += 1
+        _tell(manager)
+    try:
+        yield
+    finally:
+        with _lock:
+            _complete[manager] -= 1
+            if not _complete[manager]:
+                del _complete[manager]
+
+
+def _tell(manager: ContinuousBatchingManager) -> None:
+    """After what was submitted, and before what comes."""
+    with _lock:
+        manager.loop.post(partial(manager.engine.scheduler.expect, _sessions[manager] > _complete[manager]))

@@ -20,7 +20,7 @@ class Situation:
     waiting: Sequence[Request]
     now: float
     max_num_seqs: int
-    closing: bool  # no more requests will come
+    closing: bool  # no more requests will come, as far as is known
     cached_tokens: Callable[[Request], int]  # about how many of its tokens a waiting request would find in the cache
     fastest_step: Callable[[], float]  # seconds of the fastest of the newest steps; 0 before the first
 

@@ -59,8 +59,8 @@ class Static(Dynamic):
 
     Args:
         batch_size: how many; as many as a step may hold if None.
-        quiet: seconds without a new request after which a batch begins with those that are there: nobody knows that no
-            more will come, and nothing may wait for ever.
+        quiet: seconds without a new request after which a batch begins with those that are there: where requests come
+            one by one nobody knows that no more will, and nothing may wait for ever.
     """
 
     name = "static"

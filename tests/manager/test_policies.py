@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from tiny_models import generate_alone, greedy, make_prompts
+import torch
+from tiny_models import generate_alone, greedy, make_model, make_prompts
 
 import hf_cb
 from hf_cb import ContinuousBatchingManager, EngineConfig, OptionError, RequestCancelledError
@@ -56,6 +57,32 @@ def test_the_last_one_that_is_needed_wakes_a_static_batch(shared_llama) -> None:
         handles += [manager.submit(p, greedy()) for p in PROMPTS[1:]]
         assert [h.result(30).generated_tokens for h in handles] == [want(shared_llama, i) for i in range(3)]
         assert manager.trace()[0].requests == 3
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_call_that_is_complete_waits_for_nobody(shared_llama, persistent: bool) -> None:
+    config = EngineConfig(policy=Static(2, quiet=LONG), block_size=4)
+    options: dict[str, Any] = dict(generation_config=greedy(), continuous_batching_config=config)
+    prompts = [*PROMPTS, [5, 999], *PROMPTS]  # 7, so the last batch has one; and one is bad
+    whole = shared_llama.generate_batch(prompts, persistent_manager=persistent, **options).values()
+    for found in (whole, shared_llama.iterate_batch(prompts, **options)):
+        tokens = [r.generated_tokens for r in sorted(found, key=lambda r: r.index)]
+        assert tokens == [[] if p == [5, 999] else want(shared_llama, PROMPTS.index(p)) for p in prompts]
+    if persistent:  # others may come now
+        with shared_llama.continuous_batching_context_manager() as manager:
+            watch = Watch(manager)
+            handle = manager.submit(PROMPTS[0], greedy())
+            assert watch.held.wait(30)
+            (beside,) = shared_llama.generate_batch([PROMPTS[1]], greedy()).values()  # completes the batch
+            assert beside.generated_tokens == want(shared_llama, 1)
+            assert handle.result(30).generated_tokens == want(shared_llama, 0)
+        shared_llama.destroy_cached_continuous_batching_manager()
+
+
+def test_so_does_generate() -> None:
+    model = hf_cb.accelerate(make_model(), modules="off", policy=Static(2, quiet=LONG), block_size=4)
+    found = model.generate(torch.tensor([PROMPTS[0]]), generation_config=greedy())[0, len(PROMPTS[0]) :].tolist()
+    assert found == want(hf_cb.restore(model), 0)
 
 
 def test_the_thread_sleeps_until_the_window_is_over(shared_llama) -> None:

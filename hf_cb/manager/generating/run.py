@@ -22,6 +22,7 @@ from hf_cb.manager.generating.lockstep import RowEnded, follow
 from hf_cb.manager.generating.rows import RowRecipe, looks_across_rows
 from hf_cb.manager.handle import Handle
 from hf_cb.manager.manager import ContinuousBatchingManager
+from hf_cb.manager.session import complete
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,6 +71,7 @@ def _run(call: Call) -> Any:
         try:
             for first in range(0, call.num_rows, call.rows_per_prompt):
                 handles.append(_submit(call, manager, first))
+            stack.enter_context(complete(manager))
             if call.is_watched:
                 return _as_asked(call, _watched(call, manager, handles))
             outputs = _finished(call, handles)
