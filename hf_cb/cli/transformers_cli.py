@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hf_cb.errors import OptionError
+from hf_cb.errors import OptionError, missing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,9 +19,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from transformers.cli.transformers import main
     except ImportError as error:
-        raise OptionError(
-            f"The command transformers does not start here ({error}): pip install hf-cb[serve]."
-        ) from error
+        raise OptionError(missing("The command transformers", "serve", error)) from error
 
     from hf_cb.patching import patch, unpatch
 

@@ -10,7 +10,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from hf_cb.core import Delta
-from hf_cb.errors import OptionError
+from hf_cb.errors import OptionError, missing
 from hf_cb.html import card, side_by_side
 from hf_cb.metrics.panel import panel
 
@@ -86,7 +86,7 @@ def _in_place() -> Callable[[str], None]:
     try:
         from IPython.display import HTML, display
     except ImportError as error:
-        raise OptionError(f"Live displays are for notebooks and need IPython ({error}).") from error
+        raise OptionError(missing("A live display", "notebook", error)) from error
     place: Any = display(HTML(""), display_id=True)
 
     def update(content: str) -> None:

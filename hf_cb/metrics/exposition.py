@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hf_cb.errors import HfCbError
+from hf_cb.errors import OptionError, missing
 from hf_cb.metrics.counts import Histogram, Metrics
 from hf_cb.metrics.stats import ManagerStats
 
@@ -88,12 +88,12 @@ def exposition(metrics: Metrics, stats: Callable[[], ManagerStats], model_name: 
     """The whole page for a scrape, to be sent with `CONTENT_TYPE`.
 
     Raises:
-        HfCbError: `prometheus-client` is not installed.
+        OptionError: `prometheus-client` is not installed.
     """
     try:
         from prometheus_client import CollectorRegistry, generate_latest
     except ImportError as error:
-        raise HfCbError("Metrics for Prometheus take prometheus-client: pip install prometheus-client") from error
+        raise OptionError(missing("The page for Prometheus", "serve", error)) from error
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Collector(metrics, stats, model_name))
     page: bytes = generate_latest(registry)

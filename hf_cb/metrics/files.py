@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hf_cb.errors import HfCbError, OptionError
+from hf_cb.errors import HfCbError, OptionError, missing
 
 
 def check_folder(path: Path, option: str) -> None:
@@ -28,7 +28,7 @@ def check_picture(path: Path, option: str) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
-        raise OptionError(f"{option} takes matplotlib: pip install matplotlib") from error
+        raise OptionError(missing(option, "plot", error)) from error
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
         raise OptionError(f"{option} {path}: the name must end with one of {', '.join(f'.{kind}' for kind in known)}.")
