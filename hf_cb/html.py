@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from hf_cb.words import duration
 
 if TYPE_CHECKING:
     from hf_cb.core import GenerationOutput
@@ -22,9 +23,9 @@ def figures(output: GenerationOutput) -> str:
     """Where an answer's time went, in one line."""
     m = output.metrics
     parts = [
-        f"queue {_seconds(m.queue_s)}",
-        f"prefill {_seconds(m.prefill_s)} for {m.prompt_tokens} tokens",
-        f"first token {_seconds(m.ttft_s)}",
+        f"queue {duration(m.queue_s)}",
+        f"prefill {duration(m.prefill_s)} for {m.prompt_tokens} tokens",
+        f"first token {duration(m.ttft_s)}",
         f"{len(output.generated_tokens)} tokens",
     ]
     if m.itl_s > 0:
@@ -58,9 +59,3 @@ def result_card(output: GenerationOutput, title: str | None = None) -> str:
     text = output.text if output.text is not None else f"token ids {list(output.generated_tokens)}"
     note = output.error if output.error is not None else figures(output)
     return card(title or output.request_id, text, note, problem=output.error is not None)
-
-
-def _seconds(value: float) -> str:
-    if math.isnan(value):
-        return "–"
-    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"

@@ -21,6 +21,7 @@ FLOORS = (
         "policies",
         "seeds",
         "warpers",
+        "words",
     },
     {"attention", "modules", "text", "metrics"},
     {"models"},

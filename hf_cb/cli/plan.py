@@ -9,6 +9,7 @@ from hf_cb.cli import model as models
 from hf_cb.cli.numbers import count
 from hf_cb.config import EngineConfig, parse_bytes
 from hf_cb.errors import OptionError
+from hf_cb.words import duration
 
 if TYPE_CHECKING:
     from hf_cb.bench.forecast import Forecast, GroupNeed, Steps
@@ -127,10 +128,10 @@ def _load_lines(found: Forecast, load: Any) -> list[str]:
 def _speed_lines(steps: Steps, speeds: Speeds, found: Forecast) -> list[str]:
     return [
         f"measured: {speeds.bandwidth / 1e9:.1f} GB/s read, {speeds.rate / 1e9:,.0f} GFLOP/s ({speeds.product})",
-        f"a step takes at least {_time(steps.one)} for one answer, {_time(steps.all)} for {max(1, found.together):,}, "
-        f"{_time(steps.prompts)} full of prompts",
-        f"all requests take at least {_time(steps.whole)}: {steps.tok_s:,.0f} output tokens a second, which no engine "
-        f"exceeds on this machine",
+        f"a step takes at least {duration(steps.one)} for one answer, {duration(steps.all)} for "
+        f"{max(1, found.together):,}, {duration(steps.prompts)} full of prompts",
+        f"all requests take at least {duration(steps.whole)}: {steps.tok_s:,.0f} output tokens a second, which no "
+        f"engine exceeds on this machine",
     ]
 
 
@@ -139,7 +140,3 @@ def _size(size: int) -> str:
         if size >= unit:
             return f"{size / unit:.2f} {name}"
     return f"{size:,} bytes"
-
-
-def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:.2f} ms" if seconds < 1 else f"{seconds:.1f} s"

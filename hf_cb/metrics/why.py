@@ -9,6 +9,7 @@ from hf_cb.errors import describe
 from hf_cb.metrics.causes import BREATH_S, Decoding, Stall, Wait, decoding_of, recomputed, wait_of
 from hf_cb.policies import Policy
 from hf_cb.steps import Share, StepRecord
+from hf_cb.words import duration
 
 MENTIONED = 0.05  # causes below this share of a wait, or of the time between first and last token, are left out
 STALLS = {
@@ -52,15 +53,8 @@ def why(
     return f"{_head(request, end, error)}: {'; '.join(clause for clause in clauses if clause)}."
 
 
-def seconds(s: float) -> str:
-    """A duration with three digits or so."""
-    if s < 1.0:
-        return f"{1e3 * s:.0f} ms" if s >= 0.01 else f"{1e3 * s:.1f} ms"
-    return f"{s:.2f} s" if s < 100 else f"{s:.0f} s"
-
-
 def _head(request: Request, end: float, error: BaseException | None) -> str:
-    name, took = request.request_id, seconds(end - request.created)
+    name, took = request.request_id, duration(end - request.created)
     error = error or request.exception
     if error is not None:
         return f"{name} failed after {took} ({describe(error)})"
@@ -82,9 +76,9 @@ def _queued(request: Request, seen: Sequence[StepRecord], end: float, policy: Po
     verb = "queued" if request.started or request.finish_reason else "queued so far"
     known = max(request.created, seen[0].started) if seen and seen[0].step > 0 else request.created
     if known >= until:  # by then the ring has forgotten it
-        return f"{verb} {seconds(until - request.created)}"
+        return f"{verb} {duration(until - request.created)}"
     reason = _causes(wait_of(seen, request.created, until), request, policy)
-    return f"{verb} {seconds(until - request.created)}{reason}"
+    return f"{verb} {duration(until - request.created)}{reason}"
 
 
 def _causes(wait: Wait, request: Request, policy: Policy | None) -> str:
@@ -96,7 +90,7 @@ def _causes(wait: Wait, request: Request, policy: Policy | None) -> str:
     words = {cause: _cause(cause, wait.shown_by.get(cause), request, policy) for cause, _ in found}
     if len(found) == 1 and found[0][1] > 0.9 * wait.total:
         return f" because {words[found[0][0]]}"
-    return f" ({', '.join(f'{seconds(s)} because {words[cause]}' for cause, s in found)})"
+    return f" ({', '.join(f'{duration(s)} because {words[cause]}' for cause, s in found)})"
 
 
 def _cause(cause: str, record: StepRecord | None, request: Request, policy: Policy | None) -> str:
@@ -138,7 +132,7 @@ def _prefilled(request: Request, own: Sequence[tuple[StepRecord, Share]], end: f
             reached = share.start + share.num_tokens
         if share.new_tokens:
             break
-    took = seconds((request.first_token or end) - request.started)
+    took = duration((request.first_token or end) - request.started)
     cached = request.metrics.cached_tokens
     found = f", {cached} more found in the prefix cache" if cached else ""
     whole = len(request.prompt_ids) - cached
@@ -169,15 +163,15 @@ def _decoded(request: Request, seen: Sequence[StepRecord]) -> str:
     found = decoding_of(request.request_id, times, seen)
     if found is None:
         mean = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
-        return f"{count} at {seconds(mean)} each" if mean else count
+        return f"{count} at {duration(mean)} each" if mean else count
     each = found.usual_s * (len(set(times)) - 1) / (len(times) - 1)  # drafts come several at a time
-    return f"{count} at {seconds(each)} each{_stalled(found, times[-1] - times[0])}"
+    return f"{count} at {duration(each)} each{_stalled(found, times[-1] - times[0])}"
 
 
 def _stalled(found: Decoding, whole: float) -> str:
     stalls = sorted(found.stalls.items(), key=lambda item: -item[1].seconds)
     stalls = [(cause, stall) for cause, stall in stalls if stall.seconds >= MENTIONED * whole]
-    words = [f"stalled {seconds(s.seconds)} {_times(s.times)} {_by(cause, s)}" for cause, s in stalls]
+    words = [f"stalled {duration(s.seconds)} {_times(s.times)} {_by(cause, s)}" for cause, s in stalls]
     return "".join(f", {word}" for word in words)
 
 
@@ -203,7 +197,7 @@ def _preempted(
         back = next((record.started for record, _ in own if record.started > begin), end)
         wait.merge(wait_of(seen, begin, back))
     again = recomputed(share for _, share in own)
-    waited = f"waited {seconds(wait.total)}{_causes(wait, request, policy)}, " if wait.total else ""
+    waited = f"waited {duration(wait.total)}{_causes(wait, request, policy)}, " if wait.total else ""
     return f"preempted {_times(times)} ({waited}recomputed {_tokens(again)})"
 
 

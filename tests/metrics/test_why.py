@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ from hf_cb.errors import PromptError
 from hf_cb.metrics.why import why
 from hf_cb.policies import Continuous, Static
 from hf_cb.policies.base import Situation
+from hf_cb.words import duration
 
 Make = Callable[..., Clocked]
 
@@ -275,3 +277,8 @@ def test_drafts_come_several_at_a_time(make: Make) -> None:
     c.finish()
     assert "9 tokens at 6.5 ms each." in said(c, r)
     assert "recomputed" not in said(c, r)
+
+
+def test_durations_have_two_or_three_digits() -> None:
+    found = [duration(s) for s in (math.nan, 0.0, 0.0042, 0.042, 0.99949, 0.9996, 42.0, 420.0)]
+    assert found == ["–", "0.0 ms", "4.2 ms", "42 ms", "999 ms", "1.00 s", "42.00 s", "420 s"]
