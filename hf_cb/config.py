@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from hf_cb.errors import OptionError
 from hf_cb.policies import make_policy
+from hf_cb.values import flag, is_number, is_whole
 
 MAX_THREADS = 1024
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -161,8 +162,7 @@ class EngineConfig:
             if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} must be True, False or None, not {getattr(self, name)!r}.")
         for name in ("prefix_caching", "return_logprobs"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name} must be True or False, not {getattr(self, name)!r}.")
+            flag(name, getattr(self, name))
         if self.kv_dtype not in (None, "int8", "fp8"):
             raise OptionError(f'kv_dtype={self.kv_dtype!r} must be "int8", "fp8", or None for the model\'s own dtype.')
         if self.modules not in (None, "fused", "leaf", "off"):
@@ -234,12 +234,12 @@ def _convert(config: Any) -> dict[str, Any]:
 def _check_count(name: str, value: Any, least: int, optional: bool = False) -> None:
     if value is None and optional:
         return
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if not is_whole(value):
         raise OptionError(f"{name} must be a whole number{' or None' if optional else ''}, not {value!r}.")
     if value < least:
         raise OptionError(f"{name} must be at least {least}, not {value}.")
 
 
 def _check_number(name: str, value: Any, least: float, most: float = float("inf")) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+    if not is_number(value) or not least <= value <= most:
         raise OptionError(f"{name} must be a number from {least} to {most}, not {value!r}.")

@@ -20,6 +20,7 @@ FLOORS = (
         "penalties",
         "policies",
         "seeds",
+        "values",
         "warpers",
         "words",
     },

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from hf_cb.core import Request, Status, Update
 from hf_cb.errors import OptionError, QueueFullError
+from hf_cb.values import is_number
 
 POLL_S = 0.02  # how often a submission that waits looks whether there is room
 
@@ -65,7 +66,7 @@ class Registry:
     def _wait_for_room(self, count: int, wait: float) -> None:
         if count > self.limit:
             raise OptionError(f"num_return_sequences={count} can never be queued with max_queue_size={self.limit}.")
-        if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not wait >= 0:
+        if not is_number(wait) or not wait >= 0:
             raise OptionError(f"queue_wait must be a number of seconds, not {wait!r}.")
         end = time.monotonic() + wait
         while (queued := self._queued()) + count > self.limit:

@@ -12,6 +12,7 @@ from hf_cb.engine.limits import fit
 from hf_cb.errors import OptionError
 from hf_cb.models.generation import Recipe
 from hf_cb.seeds import derive_seed
+from hf_cb.values import is_number, is_whole
 
 
 def make_requests(
@@ -56,7 +57,7 @@ def make_requests(
 
 
 def _check_standing(priority: int, user: str | None) -> None:
-    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**31:
+    if not is_whole(priority) or abs(priority) >= 2**31:
         raise OptionError(f"priority must be a whole number (smaller is more important), not {priority!r}.")
     if user is not None and not isinstance(user, str):
         raise OptionError(f"user must be a string or None, not {user!r}.")
@@ -65,6 +66,6 @@ def _check_standing(priority: int, user: str | None) -> None:
 def _time_from_now(name: str, seconds: float | None) -> float | None:
     if seconds is None:
         return None
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+    if not is_number(seconds) or not seconds > 0:
         raise OptionError(f"{name} must be a positive number of seconds from now, not {seconds!r}.")
     return time.perf_counter() + seconds

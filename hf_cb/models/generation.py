@@ -27,6 +27,7 @@ from hf_cb.penalties import Penalties
 from hf_cb.text.media import TEXT_ONLY, media_inputs
 from hf_cb.text.rendering import Rendering
 from hf_cb.text.stop_strings import StopStrings
+from hf_cb.values import is_whole
 from hf_cb.warpers import as_numbers
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ def make_recipe(
     scores_only = result_options.take_scores_only(options, extras.get("prompt_logprobs"))
     check_values(options)
     own_seed = extras.pop("seed", None)
-    if own_seed is not None and (isinstance(own_seed, bool) or not hasattr(own_seed, "__index__")):
+    if own_seed is not None and not is_whole(own_seed):
         raise OptionError(f"seed must be a whole number or None, not {own_seed!r}.")
     config = _merge(model, generation_config, options)
     check_refused(config)

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from hf_cb.errors import OptionError
+from hf_cb.values import is_number, is_whole
 
 # Mean what they mean in `generate`
 HONOURED = frozenset(
@@ -92,7 +93,7 @@ def check_values(options: dict[str, Any]) -> None:
         value = options.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
+        if not is_whole(value):
             raise OptionError(f"{name} must be a whole number, not {value!r}.")
         least = 1 if name in ("max_new_tokens", "max_length", "num_return_sequences") else 0
         if value < least:
@@ -100,7 +101,7 @@ def check_values(options: dict[str, Any]) -> None:
             raise OptionError(f"{name} must be at least {least}, not {value}{scores}.")
     for name in _NUMBERS:
         value = options.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value != value):
+        if value is not None and not is_number(value):
             raise OptionError(f"{name} must be a number, not {value!r}.")
     if options.get("max_time") is not None and not options["max_time"] > 0:
         raise OptionError(f"max_time must be more than 0 seconds, not {options['max_time']!r}.")
@@ -159,13 +160,13 @@ def check_tokens(config: GenerationConfig, vocab_size: int) -> None:
     """Raises OptionError for tokens that the model does not have, or that are none."""
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
         for token in _as_list(getattr(config, name)):
-            if not _is_token(token) or not 0 <= token < vocab_size:
+            if not is_whole(token) or not 0 <= token < vocab_size:
                 raise OptionError(
                     f"{name} has {token!r}, which is not a token id of this model (0 to {vocab_size - 1})."
                 )
     for name in ("suppress_tokens", "begin_suppress_tokens"):
         for token in _as_list(getattr(config, name)):  # which the model need not have, as in `generate`
-            if not _is_token(token):
+            if not is_whole(token):
                 raise OptionError(f"{name} must be a list of token ids, and it has {token!r}.")
     bias = config.sequence_bias
     biases = list(bias.items() if isinstance(bias, dict) else bias or ())
@@ -182,7 +183,3 @@ def check_tokens(config: GenerationConfig, vocab_size: int) -> None:
 def _as_list(given: Any) -> list[Any]:
     values = given.tolist() if hasattr(given, "tolist") else given
     return [] if values is None else list(values) if isinstance(values, (list, tuple)) else [values]
-
-
-def _is_token(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)

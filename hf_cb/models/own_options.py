@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_cb.errors import OptionError
 from hf_cb.penalties import Penalties
+from hf_cb.values import flag, is_number, is_whole
 
 
 @dataclass(frozen=True)
@@ -63,19 +64,17 @@ _MOST = 3.4e38  # what float32 can hold, which scores are
 
 
 def _number(name: str, value: Any, vocab_size: int) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _MOST:
+    if not is_number(value) or not abs(value) <= _MOST:
         raise OptionError(f"{name} must be a finite number in float32, not {value!r}.")
     return float(value)
 
 
 def _flag(name: str, value: Any, vocab_size: int) -> bool:
-    if not isinstance(value, bool):
-        raise OptionError(f"{name} must be True or False, not {value!r}.")
-    return value
+    return flag(name, value)
 
 
 def _length(name: str, value: Any, vocab_size: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or not (value >= 1 or value == -1):
+    if not is_whole(value) or not (value >= 1 or value == -1):
         raise OptionError(
             f"{name} must be a whole number of tokens, at least 1, or -1 for as many as fit, not {value!r}."
         )

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from hf_cb.errors import OptionError
+from hf_cb.values import flag, is_whole
 
 MODES = ("processed_logprobs", "raw_logprobs")
 
@@ -59,9 +60,7 @@ def read(
     mode = given.get("logprobs_mode")
     if mode is not None and mode not in MODES:
         raise OptionError(f"logprobs_mode must be one of {', '.join(MODES)}, not {mode!r}.")
-    include = given.get("include_stop_str_in_output")
-    if include is not None and not isinstance(include, bool):
-        raise OptionError(f"include_stop_str_in_output must be True or False, not {include!r}.")
+    logits, scores, include = config.output_logits, config.output_scores, given.get("include_stop_str_in_output")
     if scores_only and (config.num_return_sequences or 1) > 1:
         raise OptionError(
             f"max_new_tokens=0 generates nothing, so num_return_sequences={config.num_return_sequences} has no meaning "
@@ -72,9 +71,9 @@ def read(
         raw_logprobs=mode == "raw_logprobs",
         top_logprobs=None if isinstance(asked, bool) else asked,
         prompt_logprobs=None if prompt is None or prompt is False else int(prompt) if prompt is not True else 0,
-        output_logits=_flag("output_logits", config),
-        output_scores=_flag("output_scores", config),
-        include_stop_str_in_output=include is not False,
+        output_logits=logits is not None and flag("output_logits", logits),
+        output_scores=scores is not None and flag("output_scores", scores),
+        include_stop_str_in_output=include is None or flag("include_stop_str_in_output", include),
         scores_only=scores_only,
     )
 
@@ -83,15 +82,8 @@ def _count(name: str, value: Any, vocab_size: int) -> int | bool | None:
     """True, False, a number of tokens, or None."""
     if value is None or isinstance(value, bool):
         return value
-    if not hasattr(value, "__index__"):
+    if not is_whole(value):
         raise OptionError(f"{name} must be True, False or a number of alternatives, not {value!r}.")
     if not 0 <= (count := value.__index__()) <= vocab_size:
         raise OptionError(f"{name} must be between 0 and the {vocab_size} tokens of the vocabulary, not {count}.")
     return count
-
-
-def _flag(name: str, config: GenerationConfig) -> bool:
-    value = getattr(config, name, None)
-    if value is not None and not isinstance(value, bool):
-        raise OptionError(f"{name} must be True or False, not {value!r}.")
-    return bool(value)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from hf_cb.policies.base import Policy, Situation
+from hf_cb.values import is_number
 
 if TYPE_CHECKING:
     from hf_cb.core import Request
@@ -23,7 +24,7 @@ def order_of(policy: Policy, situation: Situation) -> Iterable[Request]:
 def wake_time_of(policy: Policy, situation: Situation) -> float | None:
     """Raises RuntimeError for what is no time."""
     wake = policy.wake_time(situation)
-    if wake is not None and (isinstance(wake, bool) or not isinstance(wake, (int, float))):
+    if wake is not None and not is_number(wake):
         raise _bug(policy, "wake_time", f"returned {wake!r}, and neither None nor seconds on the engine's clock")
     return wake
 

@@ -91,6 +91,7 @@ def test_max_length_counts_the_prompt(shared_llama) -> None:
     assert "max_length=10" in late.error
 
 
+@pytest.mark.filterwarnings("ignore:Unfeasible length")
 @pytest.mark.parametrize("options", [dict(max_length=12, min_new_tokens=7), dict(max_new_tokens=7, min_length=12)])
 def test_lengths_that_only_some_prompts_allow(shared_llama, options) -> None:
     config = greedy(**{"max_new_tokens": None} | options)
