@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import transformers
-from tiny_models import make_model
+from tiny_models import make_model, make_tokenizer
 
 import hf_cb
 from hf_cb.attention import interception
@@ -69,6 +69,18 @@ def shared_llama() -> transformers.PreTrainedModel:
 @pytest.fixture
 def llama() -> transformers.PreTrainedModel:
     return make_model("Llama")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+@pytest.fixture
+def speaker(llama, tokenizer) -> Iterator[transformers.PreTrainedModel]:
+    """A model that is accelerated, with a tokenizer."""
+    yield hf_cb.accelerate(llama, tokenizer)
+    hf_cb.restore(llama)
 
 
 @pytest.fixture

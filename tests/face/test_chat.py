@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tiny_models import make_model, make_tokenizer
+from tiny_models import make_model
 from transformers import PreTrainedTokenizerFast
 
 import hf_cb
@@ -19,11 +19,6 @@ from hf_cb.manager.manager import ContinuousBatchingManager
 from hf_cb.metrics.panel import panel
 
 HELLO = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return make_tokenizer()
 
 
 @pytest.fixture

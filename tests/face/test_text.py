@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from tiny_models import VOCAB, generate_alone, greedy, make_model, make_tokenizer
+from tiny_models import VOCAB, generate_alone, greedy, make_model
 
 import hf_cb
 
 TEXTS = ["the answer", "and the END.", "é"]
 CHAT = [{"role": "user", "content": "the answer?"}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer()
-
-
-@pytest.fixture
-def speaker(tokenizer):
-    model = make_model("Llama")
-    hf_cb.accelerate(model, tokenizer)
-    yield model
-    hf_cb.restore(model)
 
 
 def test_texts_are_tokenized_as_the_tokenizer_does(speaker, tokenizer) -> None:

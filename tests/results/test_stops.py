@@ -6,25 +6,11 @@ import threading
 from typing import Any
 
 import pytest
-from tiny_models import generate_alone, greedy, make_model, make_tokenizer
+from tiny_models import generate_alone, greedy
 
-import hf_cb
 from hf_cb import EngineConfig
 
 TEXTS = ["the answer", "and the END.", "é", "0123"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer()
-
-
-@pytest.fixture
-def speaker(tokenizer):
-    model = make_model("Llama")
-    hf_cb.accelerate(model, tokenizer)
-    yield model
-    hf_cb.restore(model)
 
 
 def strings_in(text: str) -> list[str]:
