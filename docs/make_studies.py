@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_cb.arrivals import Arrival, Trace
+from hf_cb.bench.machine import circumstances
 from hf_cb.bench.replay.calls import make_calls
 from hf_cb.bench.replay.figures import NAMES
 from hf_cb.bench.replay.formats import Shaped, shape
@@ -24,7 +25,7 @@ from hf_cb.bench.replay.play import play
 from hf_cb.bench.replay.plot import draw
 from hf_cb.bench.replay.report import cell, unit_for
 from hf_cb.bench.replay.settings import Setting, check_comparable, parse_options
-from hf_cb.bench.replay.summary import circumstances, described, summarize
+from hf_cb.bench.replay.summary import described, replayed, summarize
 from hf_cb.bench.replay.turn import Turn
 from hf_cb.models.plan import model_length
 
@@ -119,7 +120,7 @@ def _measure(args: argparse.Namespace, model: Any, shaped: Shaped, settings: lis
         print(f"  round {turn.round + 1}, {turn.setting}: {turn.seconds:.1f} s", file=sys.stderr, flush=True)
 
     turns = play(model, configs, _calls(model, shaped), args.rounds, say)
-    about = circumstances(model, args.model or "demo", shaped, {}, 1.0)
+    about = circumstances(model, args.model or "demo") | replayed(shaped, {}, 1.0)
     return summarize(about, described(settings, configs), turns, None, 0.95)
 
 

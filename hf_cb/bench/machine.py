@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
@@ -48,6 +49,22 @@ def machine() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "memory_bytes": psutil.virtual_memory().total,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def circumstances(model: Any, name: str) -> dict[str, Any]:
+    """What figures hold for, without which they mean nothing: when, with which versions, where, and of which model."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "machine": machine(),
+        "model": {
+            "name": name,
+            "class": type(model).__name__,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(model.device),
+            "parameters": sum(p.numel() for p in model.parameters()),
+        },
     }
 
 

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
     from hf_cb.bench import speeds
     from hf_cb.bench.engines import NAMES, HfCb, make_engines
     from hf_cb.bench.floor import least_time, model_cost
+    from hf_cb.bench.machine import circumstances
     from hf_cb.bench.measured import Measured
     from hf_cb.bench.peer import PEERS, Peer
     from hf_cb.bench.report import summarize, table
@@ -137,7 +137,8 @@ def run(args: argparse.Namespace) -> int:
         from hf_cb.bench.first_token import time_first_token
 
         summary["first_token"] = time_first_token(models.loading(args), workload.requests[0].prompt, options)
-    summary = _circumstances(args, model) | summary
+    arguments = {"seed": args.seed, "repeat": args.repeat} | options
+    summary = circumstances(model, args.model or "demo") | {"arguments": arguments} | summary
     print(f"{summary['model']['class']}, {summary['model']['dtype']}, on {summary['machine']['cpu']}")
     print(table(summary))
     if args.json is not None:
@@ -223,22 +224,3 @@ def _workload(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
         max_len=max_len,
     )
     return workload.poisson(mixed, args.rate, args.seed) if args.workload == "poisson" else mixed
-
-
-def _circumstances(args: argparse.Namespace, model: Any) -> dict[str, Any]:
-    """What the figures hold for: without it they mean nothing."""
-    from hf_cb.bench.machine import machine, versions
-
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "machine": machine(),
-        "model": {
-            "name": args.model or "demo",
-            "class": type(model).__name__,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "device": str(model.device),
-            "parameters": sum(p.numel() for p in model.parameters()),
-        },
-        "arguments": {"seed": args.seed, "repeat": args.repeat} | _engine_options(args),
-    }

@@ -105,11 +105,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    from hf_cb.bench.machine import circumstances
     from hf_cb.bench.replay.calls import make_calls
     from hf_cb.bench.replay.formats import shape
     from hf_cb.bench.replay.play import play
     from hf_cb.bench.replay.settings import HELD, check_comparable
-    from hf_cb.bench.replay.summary import circumstances, described
+    from hf_cb.bench.replay.summary import described, replayed
     from hf_cb.bench.replay.turn import Turn
     from hf_cb.metrics.files import write_file
     from hf_cb.models.plan import model_length
@@ -125,7 +126,7 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any],
         write_file(args.save_trace, "".join(shaped.trace.lines()).encode())
     calls = make_calls(shaped.trace, model.get_input_embeddings().weight.shape[0], args.seed, tokenizer)
     held = {name: getattr(first, name) for name in HELD} | {"seed of prompts": args.seed}
-    about = circumstances(model, args.model or "demo", shaped, held, args.speed)
+    about = circumstances(model, args.model or "demo") | replayed(shaped, held, args.speed)
 
     turns: list[Turn] = []
 

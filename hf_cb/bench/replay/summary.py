@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 from hf_cb.arrivals import Trace
-from hf_cb.bench.machine import machine, versions
 from hf_cb.bench.replay.figures import LATENCIES, Difference, Figures, describe
 from hf_cb.bench.replay.formats import Shaped
 from hf_cb.bench.replay.settings import Setting, as_json
@@ -21,23 +19,10 @@ from hf_cb.errors import OptionError
 FIXED = {"model": "the model or its precision", "machine": "the machine", "trace": "the trace", "held": "the lengths"}
 
 
-def circumstances(model: Any, name: str, shaped: Shaped, held: Mapping[str, Any], speed: float) -> dict[str, Any]:
-    """What the figures hold for."""
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "machine": machine(),
-        "model": {
-            "name": name,
-            "class": type(model).__name__,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "device": str(model.device),
-            "parameters": sum(p.numel() for p in model.parameters()),
-        },
-        "trace": of_trace(shaped.trace)
-        | {"fingerprint": shaped.fingerprint, "speed": speed, "clipped": shaped.clipped},
-        "held": dict(held),
-    }
+def replayed(shaped: Shaped, held: Mapping[str, Any], speed: float) -> dict[str, Any]:
+    """What figures of a replay hold for, beside its `circumstances`."""
+    trace = of_trace(shaped.trace) | {"fingerprint": shaped.fingerprint, "speed": speed, "clipped": shaped.clipped}
+    return {"trace": trace, "held": dict(held)}
 
 
 def of_trace(trace: Trace) -> dict[str, Any]:
@@ -61,7 +46,7 @@ def summarize(
     """Everything, ready for JSON; seconds, tokens and requests a second; an interval is [value, low, high].
 
     Args:
-        about: `circumstances`.
+        about: `circumstances` and what was `replayed`.
         settings: by name, "given" in words and all "options".
         turns: of all settings.
     """
