@@ -12,6 +12,7 @@ from hf_cb.cli import model as models
 from hf_cb.cli.job import INTERRUPTED
 from hf_cb.cli.numbers import count, count_or_zero, not_negative, share
 from hf_cb.errors import OptionError
+from hf_cb.words import duration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,6 +129,13 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any],
     held = {name: getattr(first, name) for name in HELD} | {"seed of prompts": args.seed}
     about = circumstances(model, args.model or "demo") | replayed(shaped, held, args.speed)
 
+    each = shaped.trace.seconds
+    print(
+        f"{args.repeat} rounds of {len(configs)} settings; the arrivals alone take {duration(each)} in each, and "
+        f"{duration(each * args.repeat * len(configs))} in all",
+        file=sys.stderr,
+        flush=True,
+    )
     turns: list[Turn] = []
 
     def say(turn: Turn) -> None:

@@ -36,7 +36,7 @@ def outline(source: str, dtype: str = "auto", **options: Any) -> PreTrainedModel
             model = AutoModelForCausalLM.from_config(config, dtype=wanted or torch.float32, **trust).eval()
     except (OSError, ValueError, ImportError, RuntimeError, AttributeError) as error:
         reason = " ".join(str(error).split())
-        raise OptionError(f"{source} has no config of a causal language model to plan with: {reason}") from error
+        raise OptionError(f"no causal language model could be made of {source} to plan with: {reason}") from error
     if type(model)._can_set_experts_implementation():
         model.set_experts_implementation(TRACEABLE_EXPERTS)
     return model

@@ -29,7 +29,9 @@ def test_two_settings_are_compared_and_their_files_too(folder, tmp_path, capsys)
     settings = ["--b", "max_num_seqs=1", "--repeat", "2", "--slo", "ttft=10s,itl_p95=10s"]
     args = ["replay", "-m", folder, *FEW, *settings, "--json", str(files[0]), "--save-trace", str(trace)]
     assert main(args) == 0
-    said = capsys.readouterr().out
+    said = capsys.readouterr()
+    assert said.err.startswith("2 rounds of 2 settings; the arrivals alone take ")
+    said = said.out
     assert "B against A, the same requests" in said and "goodput" in said and "100.0% had ttft <= 10000 ms" in said
     found = json.loads(files[0].read_text())
     assert list(found["settings"]) == ["A", "B"] and len(found["turns"]) == 4
