@@ -51,7 +51,7 @@ def _setting(name: str, found: Mapping[str, Any], slo: Mapping[str, Any] | None)
     for key, row in found["latency"].items():
         factor, digits, unit = unit_for(row["p95"][0])
         mean = "-" if row["mean"] is None else f"{row['mean'] * factor:.{digits}f}"
-        cells = "".join(f"{cell(row[label], factor, digits):>{WIDTH}}" for label in NAMES)
+        cells = "".join(f" {cell(row[label], factor, digits):>{WIDTH - 1}}" for label in NAMES)
         lines.append(f"  {HEADS[key] + ' ' + unit:<11}{row['n']:>6}{mean:>9}{cells}")
     return lines + [f"  WARNING {warning}" for warning in found["warnings"]]
 
