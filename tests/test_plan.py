@@ -159,6 +159,10 @@ def test_the_machine_is_measured(
     said = capsys.readouterr().out
     assert "measured: 1.0 GB/s read, 2 GFLOP/s (torch)" in said
     assert "a step takes at least 1.92 s for one answer" in said  # 1.92 GB of weights, the embedding's aside
+    for cores, is_said in ((0.05, False), (1.5, True)):
+        monkeypatch.setattr("hf_cb.bench.others.OtherWork.cores", lambda self, cores=cores: cores)
+        assert main(["plan", folder, "--device", "cpu", "--memory", "20GiB"]) == 0
+        assert ("other programs kept up to 1.5 cores busy meanwhile" in capsys.readouterr().out) == is_said
 
 
 def test_what_cannot_be_planned_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

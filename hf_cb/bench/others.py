@@ -10,6 +10,14 @@ import psutil
 BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # stolen: given to another virtual machine
 
 
+DISTURBING = 0.1  # cores
+
+
+def disturbed(cores: float) -> str | None:
+    """That other programs kept so many cores busy, in words; None if it does not matter."""
+    return f"other programs kept up to {cores:.1f} cores busy meanwhile" if cores > DISTURBING else None
+
+
 class OtherWork:
     """From its making on, the cores' time that is neither this process's nor that of its children."""
 

@@ -10,12 +10,12 @@ from typing import Any
 from hf_cb.bench.engines import HfCb
 from hf_cb.bench.floor import Floor
 from hf_cb.bench.measured import Measured
+from hf_cb.bench.others import disturbed
 from hf_cb.bench.run import BenchResult
 from hf_cb.bench.speeds import Speeds, best_of
 from hf_cb.steps import StepRecord
 
 PERCENTILES = (50, 95, 99)
-DISTURBING = 0.1  # cores that are busy with something else
 STEADY = 0.9  # of the best speed: what is below is worth a word
 NEARLY_FULL = 0.9  # of the most requests that a step of nothing but decoding had
 
@@ -106,8 +106,8 @@ def table(summary: dict[str, Any]) -> str:
                 f"the machine's speed varies: {worst[0]:.1f} GB/s and {worst[1]:.0f} GFLOP/s were seen as well"
             )
     others = max((engine["other_cores"] or 0.0 for engine in summary["engines"].values()), default=0.0)
-    if others > DISTURBING:
-        lines += ["", f"other programs kept up to {others:.1f} cores busy meanwhile: measure on a quiet machine"]
+    if (said := disturbed(others)) is not None:
+        lines += ["", f"{said}: measure on a quiet machine"]
     if summary["ratios"]:
         ratios = [f"{name} {ratio:.2f}" for name, ratio in summary["ratios"].items()]
         lines += ["", f"ratios: {', '.join(ratios)}"]

@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
     from hf_cb.attention import interception
     from hf_cb.bench.forecast import Load, expect, forecast, room_for
+    from hf_cb.bench.others import OtherWork, disturbed
     from hf_cb.bench.speeds import measure
     from hf_cb.models.outline import outline
     from hf_cb.models.plan import free_memory
@@ -59,12 +60,16 @@ def run(args: argparse.Namespace) -> int:
     model = outline(how["source"], how["model"]["dtype"], **how["tokenizer"])
     with interception.installed():
         found = forecast(model, options, Load(args.prompt, args.output, args.requests), room_for(model, device, free))
+    others = OtherWork()
     speeds = None if args.no_speed else measure(model, device)
+    busy = disturbed(others.cores())
     for line in _lines(type(model).__name__, found, free, device.type):
         print(line)
     if speeds is not None:
         for line in _speed_lines(expect(found, speeds), speeds, found):
             print(line)
+        if busy is not None:
+            print(f"note: {busy}, so the machine can do more than that")
     return 0
 
 
