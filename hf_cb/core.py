@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import itertools
 import time
+from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -138,8 +139,9 @@ class Request:
     num_computed: int = 0  # of a step that is launched too
     in_flight: int = 0  # tokens of steps that are launched and not yet committed
     ahead: int = 0  # sampled by such a step, and not yet among `token_ids`
-    # by the KV cache: block tables by layer group, hashes of full blocks, what keys depend on (`Runner.key_regime`)
-    tables: list[list[int]] = field(default_factory=list)
+    # by the KV cache: block tables by layer group (int32, as a step has them: 32k tokens are one copy, and not 2,000
+    # numbers), hashes of full blocks, what keys depend on (`Runner.key_regime`)
+    tables: list[array[int]] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     epoch: int = 0
     regime: Hashable = None
@@ -180,7 +182,8 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        return self.pending == 1 and self.num_output + self.ahead > 0
+        known = len(self.token_ids) + self.ahead
+        return known - self.num_computed == 1 and known > len(self.prompt_ids)
 
     @property
     def max_tokens(self) -> int:
@@ -194,7 +197,7 @@ class Request:
         return wanted and len(self.prompt_logprobs) < len(self.prompt_ids) - 1
 
 
-@dataclass
+@dataclass(slots=True)
 class Update:
     """What a step changed for one request: its new tokens, and whether it has ended."""
 

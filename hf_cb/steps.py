@@ -40,7 +40,7 @@ class LayerFacts:
         return (self.num_kv_heads, self.head_dim, self.v_head_dim, self.dtype, self.device)
 
 
-@dataclass
+@dataclass(slots=True)
 class PlanPart:
     """One request's share of a step: its next `num_tokens` tokens. At its end, `samples` rows of logits are wanted, and
     in front of these `prompt_rows`, for the log-probabilities of the prompt tokens that follow them."""
@@ -52,9 +52,9 @@ class PlanPart:
     drafts: list[int] = field(default_factory=list)
     was_decoding: bool = False
     prompt_rows: int = 0
-    new_blocks: list[tuple[int, int]] = field(default_factory=list)  # (group, block) taken for this part
-    copies: list[tuple[int, int, int]] = field(default_factory=list)  # (group, source, destination): copy on write
-    loads: list[tuple[int, int, int]] = field(default_factory=list)  # (group, host block, block)
+    new_blocks: Sequence[tuple[int, int]] = ()  # (group, block) taken for this part
+    copies: Sequence[tuple[int, int, int]] = ()  # (group, source, destination): copy on write
+    loads: Sequence[tuple[int, int, int]] = ()  # (group, host block, block)
 
 
 @dataclass

@@ -25,7 +25,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._references = [0] * (num_blocks + 1)
+        self.references = [0] * (num_blocks + 1)  # by block; for others to read
         self._free = list(range(num_blocks, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # longest unused first
         self._content: dict[int, _Content] = {}
@@ -44,9 +44,6 @@ class BlockPool:
     def num_held(self) -> int:
         return self.num_blocks - self.num_available
 
-    def references(self, block: int) -> int:
-        return self._references[block]
-
     def take(self) -> int:
         """A block with one reference. The caller has checked `num_available`."""
         if self._free:
@@ -54,22 +51,22 @@ class BlockPool:
         else:
             block, _ = self._cached.popitem(last=False)
             self._forget(block)
-        self._references[block] = 1
+        self.references[block] = 1
         return block
 
     def share(self, block: int) -> None:
         """One more reference; a cached block comes back to life."""
-        if self._references[block] == 0:
+        if self.references[block] == 0:
             del self._cached[block]
-        self._references[block] += 1
+        self.references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """One reference less for each, in the order in which they may be evicted later."""
         for block in blocks:
-            if self._references[block] <= 0:
+            if self.references[block] <= 0:
                 raise RuntimeError(f"block {block} is released more often than it was taken")
-            self._references[block] -= 1
-            if self._references[block] == 0:
+            self.references[block] -= 1
+            if self.references[block] == 0:
                 if block in self._content:
                     self._cached[block] = None
                 else:
@@ -106,7 +103,7 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Raises AssertionError if the books do not balance; for tests and for an idle engine."""
         free, cached = set(self._free), set(self._cached)
-        held = {b for b in range(1, self.num_blocks + 1) if self._references[b] > 0}
+        held = {b for b in range(1, self.num_blocks + 1) if self.references[b] > 0}
         assert len(free) == len(self._free), "a block is free twice"
         assert not (free & cached or free & held or cached & held), "a block is in two states"
         assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is lost"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hf_cb.core import Request
 from hf_cb.engine.block_pool import BlockPool
@@ -19,12 +19,14 @@ from hf_cb.models.groups import LayerGroup
 from hf_cb.steps import NULL_BLOCK
 
 
-@dataclass
-class Allocation:
+class Allocation(NamedTuple):
     """What `allocate` did: blocks taken `(group, block)` and copies to make `(group, source, destination)`."""
 
-    new_blocks: list[tuple[int, int]] = field(default_factory=list)
-    copies: list[tuple[int, int, int]] = field(default_factory=list)
+    new_blocks: Sequence[tuple[int, int]]
+    copies: Sequence[tuple[int, int, int]]
+
+
+NOTHING = Allocation((), ())
 
 
 class KVCache:
@@ -39,6 +41,7 @@ class KVCache:
         forks: bool = True,
     ) -> None:
         self.groups = list(groups)
+        self._windows = [g for g, group in enumerate(groups) if group.window is not None or group.chunk is not None]
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.forks = forks
@@ -102,8 +105,8 @@ class KVCache:
             length -= 1
         if length:
             request.tables = [
-                [NULL_BLOCK if i < self._first_block(g, length) else blocks[i] or NULL_BLOCK for i in range(length)]
-                for g, blocks in enumerate(found)
+                array("i", [NULL_BLOCK if i < first else blocks[i] or NULL_BLOCK for i in range(length)])
+                for blocks, first in zip(found, [self._first_block(g, length) for g in range(len(found))], strict=True)
             ]
             self._share(request.tables)
         return length * self.block_size
@@ -112,7 +115,7 @@ class KVCache:
         """The first of `length` blocks that a query after them can see."""
         return self.groups[group].oldest_needed(length * self.block_size) // self.block_size
 
-    def _share(self, tables: list[list[int]]) -> None:
+    def _share(self, tables: Sequence[Sequence[int]]) -> None:
         for table in tables:
             for block in table:
                 if block != NULL_BLOCK:
@@ -130,7 +133,7 @@ class KVCache:
             first = group.oldest_needed(num_tokens) // self.block_size
             if NULL_BLOCK in table[first:length]:
                 return 0  # a window has moved on
-            tables.append([NULL_BLOCK] * min(first, length) + table[first:length])
+            tables.append(array("i", [NULL_BLOCK]) * min(first, length) + table[first:length])
         self._share(tables)
         request.tables = tables
         request.epoch = source.epoch
@@ -142,41 +145,45 @@ class KVCache:
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
         """Room for the request's next `num_tokens` tokens; None, and no change, if the pool has too few blocks."""
         if not request.tables:
-            request.tables = [[] for _ in self.groups]
+            request.tables = [array("i") for _ in self.groups]
         first = request.num_computed // self.block_size
         length = -(-(request.num_computed + num_tokens) // self.block_size)
+        references = self.pool.references
+        for table in request.tables:
+            if len(table) < length or references[table[first]] > 1:
+                break
+        else:
+            return NOTHING  # in most steps: there is room in a block that nobody else has
         growth = [length - len(table) for table in request.tables]
-        shared = [
-            i
-            for i, table in enumerate(request.tables)
-            if first < len(table) and table[first] != NULL_BLOCK and self.pool.references(table[first]) > 1
-        ]
+        shared = [i for i, table in enumerate(request.tables) if first < len(table) and references[table[first]] > 1]
         if sum(g for g in growth if g > 0) + len(shared) > self.pool.num_available:
             return None
-        done = Allocation()
+        new_blocks: list[tuple[int, int]] = []
+        copies: list[tuple[int, int, int]] = []
         for i in shared:
             source, target = request.tables[i][first], self.pool.take()
             request.tables[i][first] = target
             self.pool.release([source])
-            done.copies.append((i, source, target))
+            copies.append((i, source, target))
         for i, count in enumerate(growth):
             for _ in range(count):
                 block = self.pool.take()
                 request.tables[i].append(block)
-                done.new_blocks.append((i, block))
-        return done
+                new_blocks.append((i, block))
+        return Allocation(new_blocks, copies)
 
     def publish(self, request: Request, since: int, upto: int) -> None:
         """After a step that computed the tokens [since, upto): full blocks become findable, and blocks that no window
         reaches any more go back."""
-        if self.prefix_caching:
-            full = upto // self.block_size
+        first, full = since // self.block_size, upto // self.block_size
+        if self.prefix_caching and first < full:
             self._hash(request, full)
-            for i in range(since // self.block_size, full):
+            for i in range(first, full):
                 tokens = self._tokens(request, i)
                 for group, table in enumerate(request.tables):
                     self.pool.publish(table[i], (group, request.block_hashes[i]), tokens)
-        self._leave_window(request, upto)
+        if self._windows:
+            self._leave_window(request, upto)
 
     def load(self, request: Request, saved: Saved) -> list[tuple[int, int, int]] | None:
         """Blocks for what is saved of a request that holds nothing: copies to make, `(group, host block, block)`; None,
@@ -185,7 +192,7 @@ class KVCache:
         if wanted > self.pool.num_available:
             return None
         request.tables = [
-            [NULL_BLOCK if host is None else self.pool.take() for host in table] for table in saved.tables
+            array("i", [NULL_BLOCK if host is None else self.pool.take() for host in table]) for table in saved.tables
         ]
         return [
             (group, host, block)
@@ -208,9 +215,8 @@ class KVCache:
         request.regime = regime
 
     def _leave_window(self, request: Request, position: int) -> None:
-        for group, table in zip(self.groups, request.tables, strict=True):
-            if group.window is None and group.chunk is None:
-                continue
+        for g in self._windows:
+            group, table = self.groups[g], request.tables[g]
             i = group.oldest_needed(position) // self.block_size - 1
             while i >= 0 and i < len(table) and table[i] != NULL_BLOCK:
                 self.pool.release([table[i]])

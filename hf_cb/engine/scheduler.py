@@ -11,7 +11,7 @@ from hf_cb.engine.kv_cache import KVCache
 from hf_cb.engine.logprobs import SCORED_ROWS, prompt_rows
 from hf_cb.engine.pacing import Pacing
 from hf_cb.engine.shares import Shares
-from hf_cb.engine.speculation import DraftSource, NoDrafts
+from hf_cb.engine.speculation import DraftSource
 from hf_cb.policies import Continuous, Policy, Situation
 from hf_cb.policies.asking import insert, order_of, wake_time_of
 from hf_cb.sizes import ResolvedConfig
@@ -32,7 +32,7 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.policy = policy or Continuous()
-        self.drafts = drafts or NoDrafts()
+        self.drafts = drafts
         self.clock = clock
         self.pacing = Pacing(config.itl_target)
         self.host = HostBlocks(config.host_blocks)
@@ -81,7 +81,8 @@ class Scheduler:
         for request in order_of(policy, situation):
             if closed and not unasked:
                 break  # only new requests are left, perhaps thousands, and none may start
-            _check_named(policy, "order", request, isinstance(request, Request))
+            if not isinstance(request, Request):
+                raise _misnamed(policy, "order", request)
             unasked -= request.status is Status.RUNNING
             if request.in_flight and not (run_ahead and _goes_on(request)):
                 continue
@@ -101,13 +102,15 @@ class Scheduler:
                 # a new request takes blocks from a running one only as the policy says, and none behind it overtakes
                 if closed or self._waits_for_source(request):
                     continue
-                _check_named(policy, "order", request, request in self.waiting)
+                if request not in self.waiting:
+                    raise _misnamed(policy, "order", request)
                 part = self._admit(request, room, plan)
                 while part is None and self._make_way(policy, request, plan, shares, run_ahead):
                     part = self._admit(request, shares.room(request), plan)
                 closed = part is None
             else:
-                _check_named(policy, "order", request, request in running)
+                if request not in running:
+                    raise _misnamed(policy, "order", request)
                 gave_way = len(plan.preempted)
                 part = self._continue(request, room, plan, shares, run_ahead)
                 # blocks that somebody gives back are for those who run: prompts that take them in turns get nowhere
@@ -118,9 +121,10 @@ class Scheduler:
                     plan.bound_by = plan.bound_by or "tokens"
         plan.parts = list(shares.parts.values())
         for part in plan.parts:
-            part.request.in_flight += part.num_tokens
-            part.request.num_computed += part.num_tokens
-            part.request.ahead += part.samples > 0
+            request = part.request
+            request.in_flight += part.num_tokens
+            request.num_computed += part.num_tokens
+            request.ahead += part.samples > 0
         if not plan.parts and not self.running:
             wake = wake_time_of(policy, situation)
             self.held_until = wake if wake is not None and wake > situation.now else None
@@ -187,7 +191,8 @@ class Scheduler:
         victim = policy.gives_way(request, self.running)
         if victim is None:
             return False
-        _check_named(policy, "gives_way", victim, victim in self.running)
+        if victim not in self.running:
+            raise _misnamed(policy, "gives_way", victim)
         if victim.in_flight:
             plan.short = plan.short or run_ahead  # it can when all steps are committed
             return False
@@ -204,7 +209,8 @@ class Scheduler:
                 return None
             candidates = [r for r in self.running if not r.in_flight]
             victim = self.policy.victim(candidates)
-            _check_named(self.policy, "victim", victim, victim in candidates)
+            if victim not in candidates:
+                raise _misnamed(self.policy, "victim", victim)
             self._take_back(victim, plan, shares)
             if victim is request:
                 return None
@@ -245,36 +251,30 @@ class Scheduler:
     def _part(self, request: Request, left: int) -> PlanPart | None:
         """This request's share of at most `left` tokens, with the blocks for it; None if they are not to be had."""
         drafts: list[int] = []
-        count = min(request.pending, left)
-        if request.is_decoding and request.params.takes_drafts:
-            room = min(left - 1, request.max_tokens - len(request.token_ids))
-            drafts = self.drafts.propose(request, room)[:room] if room > 0 else []
-        elif request.pending > 1:
+        pending, decoding = request.pending, request.is_decoding
+        count, rows = min(pending, left), 0
+        if decoding:
+            if self.drafts is not None and request.params.takes_drafts:
+                room = min(left - 1, request.max_tokens - len(request.token_ids))
+                drafts = self.drafts.propose(request, room)[:room] if room > 0 else []
+        else:
             count = min(count, self.config.prefill_chunk)
-            if count > 1 and request.pending - count == 1:
+            if count > 1 and pending - count == 1:
                 count -= 1  # recurrent layers compute a token that comes alone as generated ones, not as a prompt's
+            rows = prompt_rows(request, request.num_computed, count)
         allocation = self.kv.allocate(request, count + len(drafts))
         if allocation is None:
             return None
-        return PlanPart(
-            request,
-            start=request.num_computed,
-            num_tokens=count + len(drafts),
-            samples=1 + len(drafts) if count == request.pending else 0,
-            drafts=drafts,
-            was_decoding=request.is_decoding,
-            new_blocks=allocation.new_blocks,
-            copies=allocation.copies,
-            prompt_rows=prompt_rows(request, request.num_computed, count),
-        )
+        samples = 1 + len(drafts) if count == pending else 0
+        start, num_tokens = request.num_computed, count + len(drafts)
+        return PlanPart(request, start, num_tokens, samples, drafts, decoding, rows, *allocation)
 
 
-def _check_named(policy: Policy, method: str, named: object, may_be: bool) -> None:
+def _misnamed(policy: Policy, method: str, named: object) -> RuntimeError:
     """A policy of somebody else's may name what has ended, or what another manager has: that would take blocks which
     nobody gives back."""
-    if not may_be:
-        what = f"{named.request_id!r}, which it was not asked about" if isinstance(named, Request) else repr(named)
-        raise RuntimeError(f"{method}() of the policy {policy.name!r} names {what}: a bug in the policy.")
+    what = f"{named.request_id!r}, which it was not asked about" if isinstance(named, Request) else repr(named)
+    return RuntimeError(f"{method}() of the policy {policy.name!r} names {what}: a bug in the policy.")
 
 
 def _goes_on(request: Request) -> bool:

@@ -15,10 +15,3 @@ class DraftSource(Protocol):
     """Guesses the next tokens of a decoding request: at most `at_most` of them, or none."""
 
     def propose(self, request: Request, at_most: int) -> list[int]: ...
-
-
-class NoDrafts:
-    """One token a step."""
-
-    def propose(self, request: Request, at_most: int) -> list[int]:
-        return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ CPU = torch.device("cpu")
 
 def part(prompt: list[int], computed: int, count: int, tables: list[list[int]], samples: int = 0, **more) -> PlanPart:
     r = request("r", prompt)
-    r.num_computed, r.tables = computed, tables
+    r.num_computed, r.tables = computed, [array("i", table) for table in tables]
     return PlanPart(r, computed, count + len(more.get("drafts", [])), samples, **more)
 
 

@@ -56,7 +56,7 @@ def test_a_shared_cached_block_cannot_be_evicted() -> None:
     a, b = fill(pool, "a"), fill(pool, "b")
     pool.share(a)
     assert pool.take() == b and pool.num_available == 0
-    assert pool.references(a) == 1
+    assert pool.references[a] == 1
 
 
 def test_equal_hash_and_other_tokens_is_no_hit() -> None:
