@@ -5,8 +5,10 @@ All of them lie in two arrays, one of each width, so that a step costs two alloc
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +62,7 @@ def build(plan: StepPlan, num_groups: int, block_size: int, unread: Unread | Non
     )
 
 
-def _decode_columns(starts: list[int], tables: list[list[list[int]]], block_size: int) -> list[list[int]]:
+def _decode_columns(starts: list[int], tables: list[list[array[int]]], block_size: int) -> list[list[int]]:
     """cu_seqlens `[R + 1]`, positions `[T]`, logits rows `[S]` and each group's slot mapping `[T]`; T, R and S are one.
 
     In plain lists: after a forward the processor's caches hold weights, and small numpy calls cost more than they save.
@@ -73,7 +75,7 @@ def _decode_columns(starts: list[int], tables: list[list[list[int]]], block_size
     return [upto, starts, upto[:-1], *slots]
 
 
-def _columns(parts: Sequence[PlanPart], flat: Sequence[list[int]], block_size: int) -> list[np.ndarray]:
+def _columns(parts: Sequence[PlanPart], flat: Sequence[np.ndarray], block_size: int) -> list[np.ndarray]:
     """The same for any step."""
     counts = [p.num_tokens for p in parts]
     cu_seqlens = np.zeros(len(parts) + 1, dtype=np.int64)
@@ -83,8 +85,8 @@ def _columns(parts: Sequence[PlanPart], flat: Sequence[list[int]], block_size: i
     ends = np.repeat(cu_seqlens[1:] - samples, samples)  # first wanted row of each part, for each of them
     rows = ends + np.arange(len(ends)) - np.repeat(np.cumsum(samples) - samples, samples)
     row_of_token, blocks, offsets = np.repeat(np.arange(len(parts)), counts), *divmod(positions, block_size)
-    tables = [np.array(table, dtype=np.int64).reshape(len(parts), -1) for table in flat]
-    return [cu_seqlens, positions, rows, *(table[row_of_token, blocks] * block_size + offsets for table in tables)]
+    found = [table.reshape(len(parts), -1)[row_of_token, blocks].astype(np.int64) for table in flat]
+    return [cu_seqlens, positions, rows, *(block * block_size + offsets for block in found)]
 
 
 def _ids(parts: Sequence[PlanPart], unread: Unread | None) -> tuple[list[int], tuple[list[int], list[int]]]:
@@ -108,14 +110,14 @@ def _ids(parts: Sequence[PlanPart], unread: Unread | None) -> tuple[list[int], t
     return ids, (places, rows)
 
 
-def _padded(tables: Sequence[list[int]]) -> tuple[list[int], int]:
-    """A block table `[R, max_blocks]` row by row, padded with NULL_BLOCK, and its width."""
+def _padded(tables: Sequence[array[int]]) -> tuple[np.ndarray, int]:
+    """A block table `[R, max_blocks]` int32 row by row, padded with NULL_BLOCK, and its width."""
     width = max(map(len, tables))
-    flat: list[int] = []
+    nothing = array("i", [NULL_BLOCK]) * (width - min(map(len, tables)))
+    pieces: list[Any] = []
     for table in tables:
-        flat += table
-        flat += [NULL_BLOCK] * (width - len(table))
-    return flat, width
+        pieces += (table, nothing[: width - len(table)])
+    return np.frombuffer(b"".join(pieces), dtype=np.int32), width
 
 
 def _together(arrays: Sequence[Sequence[int] | np.ndarray], dtype: type) -> Sequence[Tensor]:
