@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from hf_cb.core import FinishReason, Request, Status, Update
 from hf_cb.engine import records
@@ -99,9 +98,14 @@ class Commits:
     def _append(self, request: Request, found: Sampled, now: float) -> FinishReason | None:
         request.token_ids.append(found.token_id)
         request.timestamps.append(now)
-        request.first_token = now if request.first_token is None else request.first_token
-        columns: tuple[list[Any], ...] = (request.logprobs, request.top_logprobs, request.logits, request.scores)
-        for column, value in zip(columns, (found.logprob, found.top, found.logits, found.scores), strict=True):
-            if value is not None:
-                column.append(value)
+        if request.first_token is None:
+            request.first_token = now
+        if found.logprob is not None:
+            request.logprobs.append(found.logprob)
+        if found.top is not None:
+            request.top_logprobs.append(found.top)
+        if found.logits is not None:
+            request.logits.append(found.logits)
+        if found.scores is not None:
+            request.scores.append(found.scores)
         return check_stop(request, now)

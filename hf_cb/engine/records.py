@@ -38,12 +38,11 @@ def record_of(
 ) -> StepRecord:
     """A step's record: what the plan tells, the clock (before plan, build, forward, sample, after it, and as its commit
     began), what each part of the plan changed, and the `state` of the engine."""
-    numbers = array("i")
-    decode_tokens = 0
+    numbers: list[int] = []
     for part, update in zip(plan.parts, found, strict=True):
         new = 0 if update is None else len(update.new_ids)
-        numbers.extend((part.start, part.num_tokens, new, part.was_decoding))
-        decode_tokens += part.num_tokens if part.was_decoding else 0
+        numbers += (part.start, part.num_tokens, new, part.was_decoding)
+    decode_tokens = sum([p.num_tokens for p in plan.parts if p.was_decoding])
     ended = [u.request for u in found if u is not None and u.finished]
     return StepRecord(
         started=times[0],
@@ -54,11 +53,11 @@ def record_of(
         forward_s=times[3] - times[2],
         sample_s=times[4] - times[3],
         decode_tokens=decode_tokens,
-        prefill_tokens=sum(numbers[1::4]) - decode_tokens,
+        prefill_tokens=plan.num_tokens - decode_tokens,
         requests=len(plan.parts),
         bound_by=plan.bound_by,
         request_ids=tuple([part.request.request_id for part in plan.parts]),
-        numbers=numbers,
+        numbers=array("i", numbers),
         admitted=tuple([Entry(r.request_id, r.created) for r in plan.admitted]),
         preempted_ids=tuple([r.request_id for r in plan.preempted]),
         finished=tuple([Exit(r.request_id, r.finish_reason or "") for r in ended]),

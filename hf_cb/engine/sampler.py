@@ -24,7 +24,7 @@ from hf_cb.seeds import uniform
 from hf_cb.steps import Drawn, Draws, PlanPart
 
 
-@dataclass
+@dataclass(slots=True)
 class Sampled:
     """One sampled token, or the exception that this request's own processors raised."""
 

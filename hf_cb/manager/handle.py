@@ -120,8 +120,7 @@ class Handle:
         while True:
             if not reader.has_news():
                 self._check()
-            with self.mailbox.changed:
-                self.mailbox.changed.wait_for(reader.has_news)
+            self.mailbox.wait_for(reader.has_news)
             for delta in reader.read():
                 yield delta
                 self._raise_error_of(delta)
@@ -207,8 +206,7 @@ class Reader:
         for i, stream in enumerate(self.mailbox.streams):
             if self.ended[i]:
                 continue
-            with self.mailbox.changed:
-                new, output = stream.token_ids[self.places[i] :], stream.output
+            output, new = stream.output, stream.token_ids[self.places[i] :]  # in this order: see Stream
             since, self.places[i] = self.places[i], self.places[i] + len(new)
             reader = self.texts[i]
             text = reader.push(new) if reader is not None else ""

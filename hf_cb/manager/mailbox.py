@@ -16,7 +16,8 @@ Waker = tuple[asyncio.AbstractEventLoop | None, Callable[[], None]]
 
 
 class Stream:
-    """One sequence as its readers see it. Written by the engine's thread, under the mailbox's condition."""
+    """One sequence as its readers see it. Written by the engine's thread, tokens first: who finds an output, and then
+    looks at the tokens, has them all."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -31,8 +32,9 @@ class Mailbox:
         self.requests = requests
         self.index = index
         self.streams = [Stream(r.request_id) for r in requests]
-        self.changed = threading.Condition()
-        self._wakers: list[Waker] = []
+        self._changed = threading.Condition()
+        self._waiting = 0  # threads
+        self._wakers: tuple[Waker, ...] = ()
 
     @property
     def done(self) -> bool:
@@ -40,28 +42,43 @@ class Mailbox:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether all streams have ended, after at most `timeout` seconds."""
-        with self.changed:
-            return self.changed.wait_for(lambda: self.done, timeout)
+        return self.wait_for(lambda: self.done, timeout)
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Waits until news have made `predicate` true, for at most `timeout` seconds; what it says then."""
+        with self._changed:
+            self._waiting += 1
+            try:
+                return self._changed.wait_for(predicate, timeout)
+            finally:
+                self._waiting -= 1
 
     def add_waker(self, waker: Waker) -> None:
         """From now on, `waker` is called with every step's news."""
-        with self.changed:
-            self._wakers.append(waker)
+        with self._changed:
+            self._wakers += (waker,)
 
     def remove_waker(self, waker: Waker) -> None:
-        with self.changed:
-            self._wakers.remove(waker)
+        with self._changed:
+            wakers = list(self._wakers)
+            wakers.remove(waker)
+            self._wakers = tuple(wakers)
 
-    def push(self, request: Request, new_ids: list[int], output: GenerationOutput | None) -> list[Waker]:
-        """By the engine's thread: adds a step's news; returns who is to be woken."""
+    def push(self, request: Request, new_ids: list[int], output: GenerationOutput | None) -> tuple[Waker, ...]:
+        """By the engine's thread: adds a step's news; returns who is to be woken.
+
+        Hundreds of these lie between two steps, and mostly no thread waits, so the lock is taken only if one does:
+        whoever waits has said so before looking, and what comes after that look finds it said.
+        """
         stream = self.streams[self.requests.index(request)]
-        with self.changed:
-            stream.token_ids.extend(new_ids)
-            if output is not None and stream.output is None:
-                output.index = self.index
-                stream.output = output
-            self.changed.notify_all()
-            return list(self._wakers)
+        stream.token_ids.extend(new_ids)
+        if output is not None and stream.output is None:
+            output.index = self.index
+            stream.output = output
+        if self._waiting:
+            with self._changed:
+                self._changed.notify_all()
+        return self._wakers
 
 
 def make_output(request: Request, error: BaseException | None = None) -> GenerationOutput:

@@ -111,11 +111,12 @@ class Router:
     def deliver(self, updates: list[Update], error: BaseException | None = None) -> None:
         """Hands out a step's news; one wake for each event loop that waits."""
         wakes: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
-        for update in updates:
+        with self._lock:
+            wanted = [(u, self._mailboxes.get(u.request), self._streaming.get(u.request)) for u in updates]
+        for update, mailbox, streaming in wanted:
             request, finished = update.request, update.finished or error is not None
-            with self._lock:
-                mailbox = self._mailboxes.pop(request, None) if finished else self._mailboxes.get(request)
-                streaming = self._streaming.pop(request, None) if finished else self._streaming.get(request)
+            if finished:
+                self.detach(request)
             if mailbox is not None:
                 output = make_output(request, error) if finished else None
                 for loop, call in mailbox.push(request, update.new_ids, output):
