@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,12 +27,11 @@ def build(plan: StepPlan, num_groups: int, block_size: int, unread: Unread | Non
     )  # most steps: each part is one token and one row
     ids, carried = _ids(parts, unread)
     tables = [[p.request.tables[g] for p in parts] for g in range(num_groups)]
-    flat, widths = zip(*map(_padded, tables), strict=True)
-    columns = _decode_columns(starts, tables, block_size) if decodes else _columns(parts, flat, block_size)
+    columns = _decode_columns(starts, tables, block_size) if decodes else _columns(parts, tables, block_size)
     cu_seqlens, positions, rows, *slots = columns
     longs = [ids, positions, rows, *carried, *slots]
-    input_ids, position_ids, logits_rows, to, source, *slot_mappings = _together(longs, np.int64)
-    cu_seqlens_q, lens, *block_tables = _together([cu_seqlens, seq_lens, *flat], np.int32)
+    input_ids, position_ids, logits_rows, to, source, *slot_mappings = _together(longs, "q")
+    cu_seqlens_q, lens, *block_tables = _together([cu_seqlens, seq_lens, *map(_padded, tables)], "i")
     unknown = None
     if unread is not None and isinstance(unread.tokens, Tensor) and len(to):
         unknown = Carried(to, source, unread.tokens)
@@ -49,7 +47,7 @@ def build(plan: StepPlan, num_groups: int, block_size: int, unread: Unread | Non
         groups=[
             GroupBatch(
                 slot_mapping=slot_mappings[g],
-                block_table=block_tables[g].view(-1, widths[g]),
+                block_table=block_tables[g].view(len(parts), -1),
                 copies=[(source, target) for p in parts for group, source, target in p.copies if group == g],
                 cleared=[block for p in parts for group, block in p.new_blocks if group == g],
                 saves=[(block, to) for group, block, to in plan.saves if group == g],
@@ -75,7 +73,7 @@ def _decode_columns(starts: list[int], tables: list[list[array[int]]], block_siz
     return [upto, starts, upto[:-1], *slots]
 
 
-def _columns(parts: Sequence[PlanPart], flat: Sequence[np.ndarray], block_size: int) -> list[np.ndarray]:
+def _columns(parts: Sequence[PlanPart], tables: list[list[array[int]]], block_size: int) -> list[np.ndarray]:
     """The same for any step."""
     counts = [p.num_tokens for p in parts]
     cu_seqlens = np.zeros(len(parts) + 1, dtype=np.int64)
@@ -84,9 +82,17 @@ def _columns(parts: Sequence[PlanPart], flat: Sequence[np.ndarray], block_size: 
     samples = np.array([p.samples + p.prompt_rows for p in parts], dtype=np.int64)
     ends = np.repeat(cu_seqlens[1:] - samples, samples)  # first wanted row of each part, for each of them
     rows = ends + np.arange(len(ends)) - np.repeat(np.cumsum(samples) - samples, samples)
-    row_of_token, blocks, offsets = np.repeat(np.arange(len(parts)), counts), *divmod(positions, block_size)
-    found = [table.reshape(len(parts), -1)[row_of_token, blocks].astype(np.int64) for table in flat]
-    return [cu_seqlens, positions, rows, *(block * block_size + offsets for block in found)]
+    # of each table the blocks that this step writes to, end to end, and where in these a token's own is
+    spans = [(p.start // block_size, (p.start + p.num_tokens - 1) // block_size + 1) for p in parts]
+    lengths = [end - first for first, end in spans]
+    skipped = np.cumsum([0, *lengths[:-1]]) - [first for first, _ in spans]
+    blocks, offsets = divmod(positions, block_size)
+    places = blocks + np.repeat(skipped, counts)
+    slots = []
+    for group in tables:
+        written = b"".join([table[first:end] for table, (first, end) in zip(group, spans, strict=True)])
+        slots.append(np.frombuffer(written, dtype=np.int32)[places].astype(np.int64) * block_size + offsets)
+    return [cu_seqlens, positions, rows, *slots]
 
 
 def _ids(parts: Sequence[PlanPart], unread: Unread | None) -> tuple[list[int], tuple[list[int], list[int]]]:
@@ -110,22 +116,19 @@ def _ids(parts: Sequence[PlanPart], unread: Unread | None) -> tuple[list[int], t
     return ids, (places, rows)
 
 
-def _padded(tables: Sequence[array[int]]) -> tuple[np.ndarray, int]:
-    """A block table `[R, max_blocks]` int32 row by row, padded with NULL_BLOCK, and its width."""
+def _padded(tables: Sequence[array[int]]) -> array[int]:
+    """A block table `[R, max_blocks]` row by row, padded with NULL_BLOCK."""
     width = max(map(len, tables))
-    nothing = array("i", [NULL_BLOCK]) * (width - min(map(len, tables)))
-    pieces: list[Any] = []
+    flat = array("i")
     for table in tables:
-        pieces += (table, nothing[: width - len(table)])
-    return np.frombuffer(b"".join(pieces), dtype=np.int32), width
+        flat += table
+        if len(table) < width:
+            flat += array("i", [NULL_BLOCK]) * (width - len(table))
+    return flat
 
 
-def _together(arrays: Sequence[Sequence[int] | np.ndarray], dtype: type) -> Sequence[Tensor]:
-    """These arrays as tensors, in one piece of memory."""
-    sizes = [len(array) for array in arrays]
-    whole: np.ndarray
-    if any(isinstance(array, np.ndarray) for array in arrays):
-        whole = np.concatenate([np.asarray(array, dtype=dtype) for array in arrays])
-    else:
-        whole = np.array(list(chain.from_iterable(arrays)), dtype=dtype)
-    return torch.from_numpy(whole).split(sizes)
+def _together(columns: Sequence[list[int] | array[int] | np.ndarray], code: str) -> Sequence[Tensor]:
+    """These columns as tensors of that type, named by its letter in `array`, in one piece of memory."""
+    pieces: list[Any] = [array(code, c) if isinstance(c, list) else np.asarray(c, dtype=code) for c in columns]
+    whole = np.frombuffer(bytearray().join(pieces), dtype=code)
+    return torch.from_numpy(whole).split([len(c) for c in columns])
