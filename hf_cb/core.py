@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from transformers.generation.continuous_batching.requests import GenerationOutput as _TransformersOutput
@@ -68,6 +69,12 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the best so many besides the prompt's own token
     output_logits: bool = False
     output_scores: bool = False
+
+    @cached_property
+    def is_bare(self) -> bool:
+        """Whether the largest of its raw logits is a request's next token, and nothing else is asked for."""
+        told = self.logprobs or self.top_logprobs is not None or self.output_logits or self.output_scores
+        return not (self.do_sample or self.process is not None or told)
 
 
 @dataclass

@@ -101,12 +101,13 @@ def _ids(parts: Sequence[PlanPart], unread: Unread | None) -> tuple[list[int], t
     places: list[int] = []
     rows: list[int] = []
     for part in parts:
-        request, end = part.request, part.start + part.num_tokens - len(part.drafts)
-        ids += request.token_ids[part.start : end]
-        ids += part.drafts
-        if end > len(request.token_ids):
+        known, end = part.request.token_ids, part.start + part.num_tokens - len(part.drafts)
+        if part.start < len(known):
+            ids += known[part.start : end]
+            ids += part.drafts
+        if end > len(known):
             assert unread is not None
-            row = unread.row_of[request]
+            row = unread.row_of[part.request]
             if isinstance(unread.tokens, list):
                 ids.append(unread.tokens[row])
                 continue

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 Key = tuple[int, bytes]  # (layer group, chained hash of all tokens up to the block's end)
 
 
-@dataclass(frozen=True)
-class _Content:
+class _Content(NamedTuple):
     key: Key
     tokens: tuple[int, ...]
 

@@ -143,9 +143,7 @@ def drawn(token: int, logprob: float | None) -> Sampled:
 
 
 def _only_its_token(part: PlanPart) -> bool:
-    params = part.request.params
-    plain = is_plain(part.request) and not (params.logprobs or tells_more(params))
-    return not part.prompt_rows and (plain or not part.samples)
+    return not part.prompt_rows and (part.request.params.is_bare or not part.samples)
 
 
 def is_plain(request: Request) -> bool:

@@ -111,10 +111,12 @@ class Scheduler:
             else:
                 if request not in running:
                     raise _misnamed(policy, "order", request)
-                gave_way = len(plan.preempted)
-                part = self._continue(request, room, plan, shares, run_ahead)
-                # blocks that somebody gives back are for those who run: prompts that take them in turns get nowhere
-                closed |= len(plan.preempted) > gave_way
+                part = self._part(request, room)
+                if part is None:
+                    gave_way = len(plan.preempted)
+                    part = self._make_room(request, plan, shares, run_ahead)
+                    # what somebody gives back is for those who run: prompts that take it in turns get nowhere
+                    closed |= len(plan.preempted) > gave_way
             if part is not None:
                 shares.add(part)
                 if not part.samples and shares.room(request) == 0:
@@ -199,10 +201,10 @@ class Scheduler:
         self._take_back(victim, plan, shares)
         return True
 
-    def _continue(
-        self, request: Request, room: int, plan: StepPlan, shares: Shares, run_ahead: bool
-    ) -> PlanPart | None:
-        while (part := self._part(request, room)) is None:
+    def _make_room(self, request: Request, plan: StepPlan, shares: Shares, run_ahead: bool) -> PlanPart | None:
+        """A running request's part, for which blocks have run out; None if it has to wait, or gives way itself."""
+        part = None
+        while part is None:
             plan.bound_by = "blocks"
             if run_ahead and any(r.in_flight for r in self.running):
                 plan.short = True  # who is to give way shows when all steps are committed
@@ -214,7 +216,7 @@ class Scheduler:
             self._take_back(victim, plan, shares)
             if victim is request:
                 return None
-            room = shares.room(request)
+            part = self._part(request, shares.room(request))
         return part
 
     def _take_back(self, victim: Request, plan: StepPlan, shares: Shares) -> None:
@@ -251,7 +253,9 @@ class Scheduler:
     def _part(self, request: Request, left: int) -> PlanPart | None:
         """This request's share of at most `left` tokens, with the blocks for it; None if they are not to be had."""
         drafts: list[int] = []
-        pending, decoding = request.pending, request.is_decoding
+        known = len(request.token_ids) + request.ahead
+        pending = known - request.num_computed
+        decoding = pending == 1 and known > len(request.prompt_ids)
         count, rows = min(pending, left), 0
         if decoding:
             if self.drafts is not None and request.params.takes_drafts:
@@ -279,4 +283,5 @@ def _misnamed(policy: Policy, method: str, named: object) -> RuntimeError:
 
 def _goes_on(request: Request) -> bool:
     """Whether a request will be alive after the steps that it is in, as far as is known before their tokens are."""
-    return not request.cancelled and request.num_output + request.ahead < max(1, request.params.max_new_tokens)
+    known = len(request.token_ids) - len(request.prompt_ids) + request.ahead
+    return not request.cancelled and known < max(1, request.params.max_new_tokens)

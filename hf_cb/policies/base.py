@@ -30,7 +30,10 @@ class Situation:
 
     def decodes_first(self) -> list[Request]:
         """The running requests: those that generate, then those whose prompt is still being computed."""
-        return sorted(self.running, key=lambda r: not r.is_decoding)
+        decoding = [r for r in self.running if r.is_decoding]
+        if len(decoding) < len(self.running):  # in most steps they all do
+            decoding += [r for r in self.running if not r.is_decoding]
+        return decoding
 
 
 class Policy:

@@ -57,6 +57,7 @@ class StopStrings:
         self._known = self._vocabulary.pieces
         in_bytes = self._vocabulary.alphabet is not None
         self._wanted: list[Piece] = [s.encode() if in_bytes else s for s in self.strings]
+        self._lasts = [wanted[-1:] for wanted in self._wanted]  # what ends in the newest token has its own end in it
         self._nothing: Piece = b"" if in_bytes else ""
         self.reach = max(map(len, self._wanted))  # tokens that may matter, as each has at least one character
 
@@ -67,7 +68,7 @@ class StopStrings:
     def match(self, token_ids: Sequence[int]) -> Match | None:
         """The stop string that the newest token completes; of several, the one that begins first."""
         newest = self._piece(token_ids[-1])
-        if not newest:
+        if not newest or not any(last in newest for last in self._lasts):
             return None
         pieces = self._tail(token_ids, self.reach - 1 + len(newest))
         text = self._nothing.join(pieces)
