@@ -6,7 +6,8 @@ All rows decode, and steps overlap, as on a GPU. Medians in ms of the engine's t
 programs on the machine disturb least; `--wall`: time on the clock). `fill` is what a GPU's inputs are written in, with
 two copies that a GPU would make; `route` what registry, counts and handles take; `rest` what is left between two steps:
 reading the tokens, the StepRecord, deadlines, the loop. With `--streams`, an
-event loop reads every request's text as it comes. `on the clock` is from one step to the next, whoever had the lock.
+event loop reads every request's text as it comes. `on the clock` is from one step to the next, whoever had the lock;
+with `--device-ms`, a device takes so long for each step, and has nothing to do in what lies above that.
 """
 
 from __future__ import annotations
@@ -60,11 +61,13 @@ class NoForward(NoModel):
 
     overlaps = True
 
-    def __init__(self, two_groups: bool, rows: int, longest: int) -> None:
+    def __init__(self, two_groups: bool, rows: int, longest: int, device_s: float) -> None:
         super().__init__(SimulatedClock(), lambda rows, tokens: 0.0)
         if two_groups:
             self.groups = [*self.groups, LayerGroup(layers=(1,), storages=(0,), window=1024)]
         self._inputs = FixedInputs(rows, len(self.groups), -(-longest // PAGE), PAGE, self.device)
+        self._device_s = device_s
+        self.ready = 0.0  # when the device is done with all that it was told
         self._logits = torch.zeros(1, VOCAB).index_fill(1, torch.tensor([TOKEN]), 1.0)
 
     def forward(self, batch: StepBatch) -> Any:
@@ -73,6 +76,7 @@ class NoForward(NoModel):
             self._inputs.fill(batch, rows)
         else:
             to_device(batch, self.device)
+        self.ready = max(time.perf_counter(), self.ready) + self._device_s
         logits = self._logits.expand(rows, VOCAB)
         return logits if batch.draws is None else draw(logits)
 
@@ -85,16 +89,21 @@ def draw(logits: Tensor, settings: Settings | None = None) -> Drawn:
 class TimedSampler(DeviceSampler):
     """Where steps overlap, a record's `sample_s` has the commit of the step before in it."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], runner: NoForward) -> None:
         super().__init__(draw)
-        self._clock = clock
+        self._clock, self._runner = clock, runner
         self.seconds = 0.0
 
     def sample(self, logits: Tensor | Drawn, parts: Sequence[PlanPart]) -> list[list[Sampled]] | Drawing:
         began = self._clock()
         drawing = super().sample(logits, parts)
         self.seconds = self._clock() - began
-        return drawing
+        assert isinstance(drawing, Drawing)
+        return Drawing(drawing.tokens, partial(self._read, drawing, self._runner.ready))
+
+    def _read(self, drawing: Drawing, ready: float) -> list[list[Sampled]]:
+        time.sleep(max(0.0, ready - time.perf_counter()))
+        return drawing.read()
 
 
 def params_of(kind: str) -> SamplingParams:
@@ -115,8 +124,16 @@ def _byte_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=whole)
 
 
-def measure(kind: str, rows: int, context: int, steps: int, streams: bool, clock: Callable[[], float]) -> list[float]:
-    """Seconds of a step, as in COLUMNS."""
+def measure(
+    kind: str,
+    rows: int,
+    context: int,
+    steps: int = 100,
+    streams: bool = False,
+    device_s: float = 0.0,
+    clock: Callable[[], float] = time.thread_time,
+) -> list[float]:
+    """Seconds of a step, as in COLUMNS: medians, and the mean of the last one."""
     most = 2 * (steps + WARM_UP)
     mixed = kind == "mixed"  # then each step has a prompt too, which wants one token
     blocks = -(-(rows * (context + most) + 3 * mixed * CHUNK) // PAGE) + 2 * rows
@@ -129,8 +146,8 @@ def measure(kind: str, rows: int, context: int, steps: int, streams: bool, clock
         overlap=True,
     )
     config = resolve(options, Surroundings(2**30, 2**62, "cuda", lambda size: 1))
-    sampler = TimedSampler(clock)
-    runner = NoForward(kind == "two groups", rows + mixed, max(context, CHUNK) + most)
+    runner = NoForward(kind == "two groups", rows + mixed, max(context, CHUNK) + most, device_s)
+    sampler = TimedSampler(clock, runner)
     engine = Engine(runner, config, sampler=sampler, clock=clock)
     engine.recovers = False
     router, registry, metrics = Router(), Registry(0), Metrics()
@@ -150,7 +167,7 @@ def measure(kind: str, rows: int, context: int, steps: int, streams: bool, clock
         own = [record.plan_s, record.build_s, record.forward_s, sampler.seconds, record.commit_s, now[0] - began]
         every = now[0] - last[0]
         if (record.decode_tokens, record.prefill_tokens) == (rows - mixed, mixed * CHUNK):
-            found.append([*own[:5], every - sum(own), own[5], every, now[1] - last[1]])
+            found.append([*own[:5], every - sum(own), own[5], every, now[1]])
         last[:] = now
         if len(found) == steps + WARM_UP or not len(registry):
             loop.stop(hard=True)
@@ -169,7 +186,8 @@ def measure(kind: str, rows: int, context: int, steps: int, streams: bool, clock
     if streams:
         asyncio.run(_read(handles))
     loop.join()
-    return [median(column) for column in zip(*found[WARM_UP:], strict=True)]
+    own, on_clock = [column for *column, _ in found[WARM_UP:]], found[-1][-1] - found[WARM_UP - 1][-1]
+    return [*map(median, zip(*own, strict=True)), on_clock / len(own)]
 
 
 def _submit(
@@ -209,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", default="greedy", help=f"of {', '.join(KINDS)}; or all")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--streams", action="store_true")
+    parser.add_argument("--device-ms", type=float, default=0.0)
     parser.add_argument("--wall", action="store_true")
     given = parser.parse_args(argv)
     clock = time.perf_counter if given.wall else time.thread_time
@@ -218,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for rows in map(int, given.rows.split(",")):
                 if kind == "mixed" and rows == 1:
                     continue  # nobody would wait for the prompt
-                found = measure(kind, rows, context, given.steps, given.streams, clock)
+                found = measure(kind, rows, context, given.steps, given.streams, given.device_ms / 1e3, clock)
                 print(f"| {kind} | {rows} | {context} | {' | '.join(f'{1e3 * s:.3f}' for s in found)} |", flush=True)
     return 0
 

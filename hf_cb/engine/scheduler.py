@@ -149,6 +149,8 @@ class Scheduler:
         most = min(self.config.prefill_chunk, allowed)
         if most == allowed and self.pacing.target is None:
             return allowed
+        if self.pacing.target is None:
+            return most if any(r.is_decoding for r in self.running) else allowed
         rows = sum(r.is_decoding for r in self.running)
         return min(most, self.pacing.prompt_tokens(rows)) if rows else allowed
 
