@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Iterator
-
-import pytest
+from collections.abc import Callable
+from typing import Any
 
 from hf_cb.core import Request, SamplingParams, Status
 from hf_cb.manager.handle import Handle, Reader
 from hf_cb.manager.mailbox import Mailbox, make_output
 
-TURNS = 3000
+TURNS = 2000
 
 
-@pytest.fixture(autouse=True)
-def quick_switches() -> Iterator[None]:
-    """Threads meet in the middle of what others do."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
+class Interrupted(list):
+    """A list on which something happens just before it grows, or just after it was read."""
+
+    def __init__(self, before_growth: Callable[[], None] = list, after_look: Callable[[], None] = list) -> None:
+        super().__init__()
+        self.before_growth, self.after_look = before_growth, after_look
+
+    def extend(self, items: Any) -> None:
+        self.before_growth()
+        super().extend(items)
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        self.after_look()
+        return found
 
 
-def ended(request: Request) -> Request:
-    request.status, request.finish_reason = Status.FINISHED, "length"
-    return request
+def make(new_tokens: int = 9) -> tuple[Request, Mailbox]:
+    request = Request("r", [1], SamplingParams(new_tokens))
+    return request, Mailbox([request])
 
 
-def test_who_looks_while_news_come_is_woken() -> None:
-    """Each token comes while the reader is about to wait for it, or waits, or has just looked: a lost wake hangs."""
-    request = Request("r", [1], SamplingParams(TURNS))
-    mailbox, seen = Mailbox([request]), threading.Semaphore(0)
-    tokens = mailbox.streams[0].token_ids
+def test_threads_that_wait_are_woken_for_every_token() -> None:
+    request, mailbox = make(TURNS)
+    tokens, seen = mailbox.streams[0].token_ids, threading.Semaphore(0)
 
     def read() -> None:
         for turn in range(TURNS):
@@ -51,33 +55,44 @@ def test_who_looks_while_news_come_is_woken() -> None:
         reader.join()
 
 
-def test_who_sees_the_end_has_all_tokens() -> None:
-    for _ in range(200):
-        request = Request("r", [1], SamplingParams(2))
-        mailbox = Mailbox([request])
-        reader = Reader(Handle(mailbox, cancel=list, drop=list, check=list, explain=lambda *_: ""))
-        found: list[int] = []
+def test_who_begins_to_wait_in_the_middle_of_a_push_is_woken_by_it() -> None:
+    request, mailbox = make()
+    tokens = mailbox.streams[0].token_ids = Interrupted(before_growth=lambda: begin_to_wait())
+    reader = threading.Thread(target=mailbox.wait_for, args=(lambda: len(tokens) > 0,), daemon=True)
 
-        def read(reader: Reader = reader, found: list[int] = found) -> None:
-            while not reader.at_end:
-                for delta in reader.read():
-                    found.extend(delta.token_ids)
+    def begin_to_wait() -> None:
+        reader.start()
+        while not mailbox._waiting:
+            pass
+        with mailbox._changed:  # free again once it waits
+            pass
 
-        thread = threading.Thread(target=read, daemon=True)
-        thread.start()
-        mailbox.push(request, [1, 2], None)
-        mailbox.push(request, [3], make_output(ended(request)))
-        thread.join(60)
-        assert found == [1, 2, 3]
+    mailbox.push(request, [5], None)
+    reader.join(60)
+    assert not reader.is_alive()
+
+
+def test_an_end_that_comes_while_tokens_are_read_takes_none_of_them_away() -> None:
+    request, mailbox = make()
+    news = iter([[3]])
+
+    def end() -> None:
+        for new in news:
+            request.status, request.finish_reason = Status.FINISHED, "length"
+            mailbox.push(request, new, make_output(request))
+
+    mailbox.streams[0].token_ids = Interrupted(after_look=end)
+    mailbox.push(request, [1, 2], None)
+    reader = Reader(Handle(mailbox, cancel=list, drop=list, check=list, explain=lambda *_: ""))
+    deltas = [*reader.read(), *reader.read()]
+    assert [d.token_ids for d in deltas] == [[1, 2], [3]] and deltas[-1].finish_reason == "length" and reader.at_end
 
 
 def test_a_waker_that_leaves_takes_no_other_with_it() -> None:
-    request = Request("r", [1], SamplingParams(9))
-    mailbox = Mailbox([request])
+    request, mailbox = make()
     first, second = (None, list), (None, dict)
-    mailbox.add_waker(first)
-    mailbox.add_waker(second)
-    mailbox.add_waker(first)
+    for waker in (first, second, first):
+        mailbox.add_waker(waker)
     during = mailbox.push(request, [1], None)
     mailbox.remove_waker(first)
     assert during == (first, second, first) and mailbox.push(request, [2], None) == (second, first)
