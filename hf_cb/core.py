@@ -35,6 +35,9 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
+_FINISHED = Status.FINISHED  # Python 3.11 takes 50 ns to find a member, and each row of a step is asked four times
+
+
 class LogitsProcess(Protocol):
     """Changes the scores of one request's next token: ids `[1, n]` int64, scores `[1, V]` float32 -> `[1, V]`."""
 
@@ -213,4 +216,4 @@ class Update:
 
     @property
     def finished(self) -> bool:
-        return self.request.status is Status.FINISHED
+        return self.request.status is _FINISHED

@@ -102,7 +102,8 @@ class TimedSampler(DeviceSampler):
         return Drawing(drawing.tokens, partial(self._read, drawing, self._runner.ready))
 
     def _read(self, drawing: Drawing, ready: float) -> list[list[Sampled]]:
-        time.sleep(max(0.0, ready - time.perf_counter()))
+        if (left := ready - time.perf_counter()) > 0:
+            time.sleep(left)
         return drawing.read()
 
 

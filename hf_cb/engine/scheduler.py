@@ -83,7 +83,8 @@ class Scheduler:
                 break  # only new requests are left, perhaps thousands, and none may start
             if not isinstance(request, Request):
                 raise _misnamed(policy, "order", request)
-            unasked -= request.status is Status.RUNNING
+            is_running = request in running
+            unasked -= is_running
             if request.in_flight and not (run_ahead and _goes_on(request)):
                 continue
             if request in shares.parts or request in plan.preempted:
@@ -98,7 +99,7 @@ class Scheduler:
                 plan.bound_by = plan.bound_by or "tokens"
                 closed = True
                 continue
-            if request.status is Status.WAITING:
+            if not is_running and request.status is Status.WAITING:
                 # a new request takes blocks from a running one only as the policy says, and none behind it overtakes
                 if closed or self._waits_for_source(request):
                     continue
@@ -109,7 +110,7 @@ class Scheduler:
                     part = self._admit(request, shares.room(request), plan)
                 closed = part is None
             else:
-                if request not in running:
+                if not is_running:
                     raise _misnamed(policy, "order", request)
                 part = self._part(request, room)
                 if part is None:
