@@ -111,15 +111,17 @@ def _drawing(here: Drawn, rows: list[tuple[PlanPart, int]], counts: Sequence[int
 
 
 def _read(there: Drawn, rows: list[tuple[PlanPart, int]]) -> list[Sampled]:
-    values = [None] * len(rows) if there.logprobs is None else there.logprobs.tolist()
+    if there.logprobs is None:
+        return [drawn(token, None) for token in there.tokens.tolist()]
+    values = there.logprobs.tolist()
     return [
         drawn(token, value if part.request.params.logprobs else None)
         for token, value, (part, _) in zip(there.tokens.tolist(), values, rows, strict=True)
     ]
 
 
-def _by_part(sampled: Sequence[Sampled], counts: Sequence[int]) -> list[list[Sampled]]:
-    return [list(sampled[a:b]) for a, b in pairwise(accumulate(counts, initial=0))]
+def _by_part(sampled: list[Sampled], counts: Sequence[int]) -> list[list[Sampled]]:
+    return [sampled[a:b] for a, b in pairwise(accumulate(counts, initial=0))]
 
 
 def sampler_for(device: torch.device) -> Sampler:
