@@ -132,4 +132,4 @@ def _together(columns: Sequence[list[int] | array[int] | np.ndarray], code: str)
     """These columns as tensors of that type, named by its letter in `array`, in one piece of memory."""
     pieces: list[Any] = [array(code, c) if isinstance(c, list) else np.asarray(c, dtype=code) for c in columns]
     whole = np.frombuffer(bytearray().join(pieces), dtype=code)
-    return torch.from_numpy(whole).split([len(c) for c in columns])
+    return torch.from_numpy(whole).split_with_sizes([len(c) for c in columns])
