@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hf_cb.kernels.device import sent_into
 from hf_cb.models.drawing import Settings
@@ -69,6 +70,7 @@ class FixedInputs:
         self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(most, dtype=torch.float32, device=device)
         self._batches: dict[int, StepBatch] = {}
+        self._places: dict[int, tuple[int, tuple[Tensor, Tensor, Tensor]]] = {}
 
     def batch_of(self, size: int) -> StepBatch:
         """The first rows as a batch of that size. Its ids are the host's: `with_ids` has those of the device too."""
@@ -126,22 +128,29 @@ class FixedInputs:
     def _send(self, size: int, batch: StepBatch | None) -> None:
         """Padding is written each time: a row may have been a request before, whose slots are somebody else's now."""
         width = 1 if batch is None else max(group.block_table.shape[1] for group in batch.groups)
-        _, _, end = bounds(size, self._num_groups)
-        total = self._num_groups * size * width
-        whole = np.zeros(end + (total + 1) // 2, np.int64)
-        here = columns(whole, size, self._num_groups, np)
-        for column, value in (
-            (here.carried, NOT_CARRIED),
-            (here.seq_lens, 1),
-            *((slots, NO_SLOT) for slots in here.slots),
-        ):
-            column[:] = value
-        tables = whole[end:].view(np.int32)[:total].reshape(self._num_groups, size, width)
+        there, came, place = self._places_of(size, width)
+        whole = np.zeros(len(there), np.int64)
+        here, (_, _, end) = columns(whole, size, self._num_groups, np), bounds(size, self._num_groups)
+        here.carried[:], here.seq_lens[:] = NOT_CARRIED, 1
+        for slots in here.slots:
+            slots[:] = NO_SLOT
         if batch is not None:
-            _write(here, tables, batch)
-        sent_into(self._whole[: len(whole)], torch.from_numpy(whole))
-        came = self._whole[end : len(whole)].view(torch.int32)[:total].view(self._num_groups, size, width)
-        self._tables[:, :size, :width].copy_(came)
+            _write(here, whole[end:].view(np.int32)[: came.numel()].reshape(came.shape), batch)
+        sent_into(there, torch.from_numpy(whole))
+        place.copy_(came)
+
+    def _places_of(self, size: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Where the host's array goes, where the tables are in it, and where these belong. Kept until the width is
+        another: each operator of PyTorch gives the interpreter's lock away, and a busy thread keeps it for a while."""
+        kept, places = self._places.get(size, (0, None))
+        if places is None or kept != width:
+            _, _, end = bounds(size, self._num_groups)
+            total = self._num_groups * size * width
+            whole = self._whole[: end + (total + 1) // 2]
+            came = whole[end:].view(torch.int32)[:total].view(self._num_groups, size, width)
+            places = whole, came, self._tables[:, :size, :width]
+            self._places[size] = width, places
+        return places
 
 
 def _write(here: Columns, tables: np.ndarray, batch: StepBatch) -> None:
