@@ -15,7 +15,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 SCAN = tl.constexpr(128)  # requests looked at together
 UNSPECIALISED = (  # arguments that change from step to step or layer to layer, and whose properties win nothing
-    *("block_table", "cu_seqlens_q", "seq_lens", "num_requests", "num_splits", "window", "chunk"),
+    *("block_table", "cu_seqlens_q", "seq_lens", "num_requests", "num_kv_heads", "num_splits", "window", "chunk"),
     *("stride_table", "stride_k_scale", "stride_v_scale"),
 )
 NO_KEY = tl.constexpr(-1.0e30)  # a running maximum that no score has raised: finite, so that differences are no NaN
@@ -52,7 +52,7 @@ def row_addresses(base, begin, rows, kv_head, stride_token, stride_head, cols, G
     """Of the elements `[BLOCK_M, cols]` of a request's query rows in q or out, where its tokens start at `begin`."""
     at = base + begin.to(tl.int64) * stride_token + kv_head.to(tl.int64) * GROUP * stride_head
     at += (rows // GROUP).to(tl.int64)[:, None] * stride_token
-    return at + (rows % GROUP)[:, None] * stride_head + cols[None, :]
+    return at + (rows % GROUP).to(tl.int64)[:, None] * stride_head + cols[None, :]
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def load_pages(block_table, tile, seq_len, PAGE: tl.constexpr, BLOCK_N: tl.const
     The table is not read past the request's last page. Entries before its first may be anything: see `load_rows`.
     """
     keys = tile * BLOCK_N if PAGE % BLOCK_N == 0 else tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    return tl.load(block_table + tl.minimum(keys, seq_len - 1) // PAGE).to(tl.int64)
+    return tl.load(block_table + tl.minimum(keys, seq_len - 1) // PAGE)
 
 
 @triton.jit
@@ -162,16 +162,22 @@ def attend(
     `dot * outer_scale`, or with SOFTCAP `tanh(dot * inner_scale / (2 log2(e))) * outer_scale`; outer_scale has the
     factor log2(e).
     """
-    cols, v_cols = tl.arange(0, DIM_PAD), tl.arange(0, V_DIM_PAD)
+    lanes, cols, v_cols = tl.arange(0, BLOCK_N), tl.arange(0, DIM_PAD), tl.arange(0, V_DIM_PAD)
     # The blocks of the next tile are loaded a round ahead and carried along. Loaded where they are used they would be
     # a stage of their own in Triton's pipeline, and leave the keys one stage less.
     pages = load_pages(block_table, tl.where(low < skip_at, low, low + skip), seq_len, PAGE, BLOCK_N)
     for step in range(low, high - skip):
         tile = tl.where(step < skip_at, step, step + skip)
-        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        slots = keys % PAGE
-        k_rows = (pages * stride_k_block + slots * stride_k_slot)[:, None]
-        v_rows = (pages * stride_v_block + slots * stride_v_slot)[:, None]
+        keys = tile * BLOCK_N + lanes
+        blocks = pages.to(tl.int64)
+        if BLOCK_N % PAGE == 0:
+            slots = (lanes % PAGE).to(tl.int64)
+        elif PAGE % BLOCK_N == 0:
+            slots = (tile * BLOCK_N % PAGE + lanes).to(tl.int64)
+        else:
+            slots = (keys % PAGE).to(tl.int64)
+        k_rows = (blocks * stride_k_block + slots * stride_k_slot)[:, None]
+        v_rows = (blocks * stride_v_block + slots * stride_v_slot)[:, None]
         following = tl.where(step + 1 < skip_at, step + 1, step + 1 + skip)
         pages = load_pages(block_table, following, seq_len, PAGE, BLOCK_N)
         inside = (keys >= first_key) & (keys < seq_len)

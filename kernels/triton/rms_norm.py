@@ -50,7 +50,7 @@ def rms_norm_kernel(
 ):
     """Grid (cdiv(rows, ROWS)); row i is head i % heads of token i // heads."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token, head = (row // heads).to(tl.int64)[:, None], (row % heads)[:, None]
+    token, head = (row // heads).to(tl.int64)[:, None], (row % heads).to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
     mask = (row < rows)[:, None] & (cols < SIZE)
     values = tl.load(x + token * stride_x_token + head * stride_x_head + cols, mask=mask, other=0.0).to(tl.float32)

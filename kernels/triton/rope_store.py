@@ -73,7 +73,7 @@ def rope_store_kernel(
     sin = tl.load(sin + token * stride_sin_token + pair * stride_sin_pair, mask=pair < HALF, other=0.0)
     rest_cols = 2 * HALF + tl.arange(0, REST_PAD)[None, :]
     if group < Q_GROUPS:
-        head = group * HEADS + tl.arange(0, HEADS)[:, None]
+        head = group * HEADS + tl.arange(0, HEADS)[:, None].to(tl.int64)
         mask = head < Q_HEADS
         row = q + token * stride_q_token + head * stride_q_head
         a, b, rest = turned(
@@ -87,7 +87,7 @@ def rope_store_kernel(
         slot = tl.load(slot_mapping + token).to(tl.int64)
         if slot >= 0:
             block, place = slot // PAGE, slot % PAGE
-            head = (group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)[:, None]
+            head = (group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)[:, None].to(tl.int64)
             mask = head < KV_HEADS
             row = k + token * stride_k_token + head * stride_k_head
             a, b, rest = turned(

@@ -23,8 +23,8 @@ def test_decodes_are_split_for_a_full_device() -> None:
     found = op.plan(LLAMA, H200, 32, 32, 8, 1, 8192)
     assert found.config == config_for(LLAMA, 4, H200.shared_memory)
     assert (found.config.block_m, found.config.block_n) == (16, 64)
-    assert (found.tiles, found.num_splits) == (32 * 4 // 16 + 32, 8 * 132 // 8)
-    assert found.workspace(8, 128) == ((132 + 40) * 8 * 16, (132 + 40) * 8 * 16 * 129)
+    assert (found.tiles, found.num_splits) == (32, 8 * 132 // 8)
+    assert found.workspace(8, 128) == ((132 + 32) * 8 * 16, (132 + 32) * 8 * 16 * 129)
 
 
 @pytest.mark.parametrize(
