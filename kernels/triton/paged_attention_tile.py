@@ -87,12 +87,12 @@ def normalised(acc, total, v_scale, at):
 
 @triton.jit
 def as_float(x, dtype: tl.constexpr):
-    """Cache elements as the queries' dtype; int8 holds the bits of e4m3, where the hardware does not know it."""
+    """Cache elements as `dtype`; int8 holds the bits of e4m3, where the hardware does not know it."""
     if x.dtype == tl.int8:
-        bits = (x.to(tl.int32) << 20) & -0x78100000  # float32's sign, and e4m3's seven other bits below it
-        return (bits.to(tl.float32, bitcast=True) * 2.0**120).to(dtype)  # the exponent's bias is 7 instead of 127
-    elif x.dtype != dtype:  # straight from e4m3 to bfloat16 is slow on sm_90
-        return x.to(tl.float16).to(tl.float32).to(dtype)
+        bits = (x.to(tl.int16) << 7) & -0x4080  # float16's sign, and e4m3's seven other bits below it
+        return (bits.to(tl.float16, bitcast=True) * 256.0).to(dtype)  # the exponent's bias is 7 instead of 15
+    elif x.dtype != dtype:
+        return x.to(tl.float16).to(dtype)
     else:
         return x
 
@@ -162,6 +162,11 @@ def attend(
     `dot * outer_scale`, or with SOFTCAP `tanh(dot * inner_scale / (2 log2(e))) * outer_scale`; outer_scale has the
     factor log2(e).
     """
+    # e4m3 is float16 in half the instructions that bfloat16 takes, and both hold all of it
+    in_half: tl.constexpr = k_cache.dtype.element_ty.primitive_bitwidth == 8 and q.dtype == tl.bfloat16
+    dtype: tl.constexpr = tl.float16 if in_half else q.dtype
+    if in_half:
+        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
     lanes, cols, v_cols = tl.arange(0, BLOCK_N), tl.arange(0, DIM_PAD), tl.arange(0, V_DIM_PAD)
     # The blocks of the next tile are loaded a round ahead and carried along. Loaded where they are used they would be
     # a stage of their own in Triton's pipeline, and leave the keys one stage less.
@@ -183,7 +188,7 @@ def attend(
         inside = (keys >= first_key) & (keys < seq_len)
         k = load_rows(k_cache + k_rows + cols[None, :], inside, cols, MASKED, DIM, DIM_PAD)
         v = load_rows(v_cache + v_rows + v_cols[None, :], inside, v_cols, MASKED, V_DIM, V_DIM_PAD)
-        scores = tl.dot(q, tl.trans(as_float(k, q.dtype)), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(as_float(k, dtype)), input_precision="ieee")
         if SOFTCAP:
             scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * inner_scale))
         if MASKED:
@@ -194,6 +199,6 @@ def attend(
         shrink = tl.exp2(peak - new_peak)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
-        acc = tl.dot(p.to(q.dtype), as_float(v, q.dtype), acc, input_precision="ieee")
+        acc = tl.dot(p.to(dtype), as_float(v, dtype), acc, input_precision="ieee")
         peak = new_peak
     return acc, peak, total
