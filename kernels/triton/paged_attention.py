@@ -31,7 +31,7 @@ from hf_cb.kernels.triton.paged_attention_unified import unified_kernel
 
 LOG2_E = 1 / math.log(2)
 NONE = 2**30  # a window or chunk that hides nothing: the kernels need no variant without one
-PROGRAMS_PER_SM = 8  # that a split aims at: about three rounds of the two or three that a multiprocessor holds
+PROGRAMS_PER_SM = 6  # that a split aims at: two rounds of the three that a multiprocessor of sm_90 holds
 HIGH_PER_SM = 3  # of tiles so high that it holds one or two, and that partial results take much memory
 
 
