@@ -162,8 +162,10 @@ def attend(
     `dot * outer_scale`, or with SOFTCAP `tanh(dot * inner_scale / (2 log2(e))) * outer_scale`; outer_scale has the
     factor log2(e).
     """
-    # e4m3 is float16 in half the instructions that bfloat16 takes, and both hold all of it
-    in_half: tl.constexpr = k_cache.dtype.element_ty.primitive_bitwidth == 8 and q.dtype == tl.bfloat16
+    # e4m3 is float16 in half the instructions that bfloat16 takes, and both hold all of it. Queries that are converted
+    # come to sm_90's products in registers, of which large tiles have none left.
+    narrow: tl.constexpr = k_cache.dtype.element_ty.primitive_bitwidth == 8 and q.dtype == tl.bfloat16
+    in_half: tl.constexpr = narrow and (DIM_PAD <= 128 or q.shape[0] <= 32)
     dtype: tl.constexpr = tl.float16 if in_half else q.dtype
     if in_half:
         q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
@@ -174,15 +176,16 @@ def attend(
     for step in range(low, high - skip):
         tile = tl.where(step < skip_at, step, step + skip)
         keys = tile * BLOCK_N + lanes
-        blocks = pages.to(tl.int64)
-        if BLOCK_N % PAGE == 0:
-            slots = (lanes % PAGE).to(tl.int64)
-        elif PAGE % BLOCK_N == 0:
-            slots = (tile * BLOCK_N % PAGE + lanes).to(tl.int64)
+        k_rows, v_rows = pages.to(tl.int64) * stride_k_block, pages.to(tl.int64) * stride_v_block
+        if BLOCK_N % PAGE == 0 or PAGE % BLOCK_N == 0:  # where a key lies in its page is the same for all tiles, or
+            slots = (lanes % PAGE).to(tl.int64)  # is but for where the tile begins
+            if PAGE > BLOCK_N:
+                start = (tile * BLOCK_N % PAGE).to(tl.int64)
+                k_rows, v_rows = k_rows + start * stride_k_slot, v_rows + start * stride_v_slot
         else:
             slots = (keys % PAGE).to(tl.int64)
-        k_rows = (blocks * stride_k_block + slots * stride_k_slot)[:, None]
-        v_rows = (blocks * stride_v_block + slots * stride_v_slot)[:, None]
+        k_rows = (k_rows + slots * stride_k_slot)[:, None]
+        v_rows = (v_rows + slots * stride_v_slot)[:, None]
         following = tl.where(step + 1 < skip_at, step + 1, step + 1 + skip)
         pages = load_pages(block_table, following, seq_len, PAGE, BLOCK_N)
         inside = (keys >= first_key) & (keys < seq_len)
