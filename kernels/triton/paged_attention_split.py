@@ -245,11 +245,12 @@ def merge_kernel(
     cols = tl.arange(0, V_DIM_PAD)
     rows = (token - tl.load(cu_seqlens_q + request)) * GROUP + heads
     slots = (first_slot + rows // BLOCK_M * pieces).to(tl.int64)
+    first = (slots * num_kv_heads + kv_head) * BLOCK_M + rows % BLOCK_M
     peak, total = tl.full([HEADS], NO_KEY, tl.float32), tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, V_DIM_PAD], tl.float32)
     for start in range(0, pieces, PIECES):
         piece = start + tl.arange(0, PIECES)
-        at = ((slots[None, :] + piece[:, None]) * num_kv_heads + kv_head) * BLOCK_M + (rows % BLOCK_M)[None, :]
+        at = first[None, :] + (piece * (num_kv_heads * BLOCK_M))[:, None]
         mine = (piece < pieces)[:, None] & (heads < GROUP)[None, :]
         lse = tl.load(partial_lse + at, mask=mine, other=float("-inf"))
         new_peak = tl.maximum(peak, tl.max(lse, 0))
