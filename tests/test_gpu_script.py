@@ -187,3 +187,26 @@ def test_tests_are_counted(script: Any, workers: int, tmp_path: Path, monkeypatc
     counts = dict(passed=2, failed=1, skipped=1, errors=1)
     assert {kind: found[kind] for kind in counts} == counts and "error" not in found
     assert run.counted(found["output"].partition("= ERRORS =")[0]) == counts
+
+
+def test_variants_of_attention(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is what is launched, and the launcher is as before afterwards."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    module, seen = script("variants"), []
+    before = dict(vars(module.op))
+
+    def attend(**given: Any) -> None:
+        seen.append((module.op.config_for, module.op.PROGRAMS_PER_SM))
+        if len(seen) == 3:
+            raise ValueError("too large")
+
+    monkeypatch.setattr(module.op, "paged_attention", attend)
+    monkeypatch.setattr(module, "CASES", ("decode, one",))
+    monkeypatch.setattr(module, "SPLITS", (2, 3))
+    monkeypatch.setattr(module, "DECODES", [module.Config(16, 32, 4, 2)])
+    noted: list[int] = []
+    (found,) = module.measure("cpu", lambda found: noted.append(len(found["decode, one"]))).values()
+    assert list(found) == ["as chosen", "2 programs", "3 programs", "16 32 4 2"] and noted == [1, 2, 3, 4]
+    assert "too large" in found["3 programs"] and [programs for _, programs in seen[1:3]] == [2, 3]
+    assert seen[3][0](None, 1, 2) == module.Config(16, 32, 4, 2)
+    assert all(before[key] is vars(module.op)[key] for key in ("config_for", "PROGRAMS_PER_SM"))

@@ -43,10 +43,20 @@ def machine(speeds: dict[str, float], note: Note) -> dict[str, Any]:
     found = measure(make("Llama-3.2-1B" if DEVICE == "cuda" else "tiny", torch.bfloat16, DEVICE))
     result |= dict(bandwidth=found.bandwidth, rate=found.rate)
     if DEVICE == "cuda":
+        result["bandwidth"] = max(found.bandwidth, copy_bandwidth())
         side = 8192  # the model's own shapes are too small to show what a prompt's attention may reach
         result["rate"] = max(found.rate, product_rate(torch_matmul, torch.randn(side, side, device=DEVICE).bfloat16()))
     note(result)
     return result | dict(backends=survey(torch.device(DEVICE)))
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a second by a large copy."""
+    from triton.testing import do_bench
+
+    source = torch.randn(2**30, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (1e-3 * do_bench(lambda: target.copy_(source), return_mode="median"))
 
 
 def parity(speeds: dict[str, float], note: Note) -> dict[str, Any]:
@@ -95,6 +105,13 @@ def kernels(speeds: dict[str, float], note: Note) -> dict[str, Any]:
 def attention(speeds: dict[str, float], note: Note) -> dict[str, Any]:
     """Each backend's steps of decodes and of prompts."""
     return backend_times.measure(DEVICE, Speeds(speeds["bandwidth"], speeds["rate"]), note)
+
+
+def variants(speeds: dict[str, float], note: Note) -> dict[str, Any]:
+    """Attention's other tiles and splits."""
+    import variants
+
+    return variants.measure(DEVICE, note)
 
 
 def engine(speeds: dict[str, float], note: Note) -> dict[str, Any]:

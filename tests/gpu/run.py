@@ -18,7 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 # seconds that are kept for each; it may take those too that the ones before it have left over
-PARTS = {"machine": 60, "kernel_tests": 100, "parity": 50, "attention": 60, "engine": 140, "kernels": 55}
+PARTS = {"machine": 60, "kernel_tests": 90, "parity": 45, "attention": 60, "engine": 140, "kernels": 50, "variants": 20}
 TOTAL = sum(PARTS.values())  # less than 8 minutes with what is around them
 # NVIDIA's figures for the H200, less a tenth and a fifth: should they not have been measured
 USUAL = {"bandwidth": 4.3e12, "rate": 7.9e11}
