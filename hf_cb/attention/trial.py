@@ -21,6 +21,7 @@ from hf_cb.steps import NULL_BLOCK, GroupBatch, LayerFacts, StepBatch
 if TYPE_CHECKING:
     from hf_cb.attention.backend import AttentionBackend
 
+TALL = 64  # rows of queries (tokens times heads of a KV head) beyond which our kernels take their largest tiles
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}  # of results around one
 
 _known: dict[tuple[type, LayerFacts, torch.dtype, int], str | None] = {}
@@ -78,7 +79,10 @@ class _Request:
 
 
 def _distance(backend: AttentionBackend, layer: LayerFacts, kept: torch.dtype, page: int) -> float:
-    """The largest error, in steps with a chunk and with decodes alone, on blocks that have had an owner."""
+    """The largest error, in steps with a chunk and with decodes alone, on blocks that have had an owner.
+
+    The chunk is long enough for the largest tiles of queries, which must fit the device: see `TALL`.
+    """
     generator = torch.Generator().manual_seed(0)
     kv_shapes = (layer.num_kv_heads, layer.head_dim), (layer.num_kv_heads, layer.v_head_dim)
 
@@ -86,13 +90,19 @@ def _distance(backend: AttentionBackend, layer: LayerFacts, kept: torch.dtype, p
         return torch.randn(shape, generator=generator, device="cpu").to(layer.dtype)
 
     sinks = random(layer.num_heads) if layer.has_sinks else None
-    storage = backend.allocate(layer, 4, page)
+    long = max(page - 1, TALL * layer.num_kv_heads // layer.num_heads + 1)
+    steps = ([long, 2], [1, 4], [1, 1], [1, 1])
+    needed = [-(-sum(news) // page) for news in zip(*steps, strict=True)]
+    blocks = list(range(sum(needed), 0, -1))  # backwards: what takes them in their order is found out
+    padding = [NULL_BLOCK] * max(needed)
+    tables = [(own + padding)[: max(needed)] for own in (blocks[: needed[0]], blocks[needed[0] :])]
+    storage = backend.allocate(layer, len(blocks) + 1, page)
     for cache in storage:
         cache[1:] = float("nan")
-    backend.clear_blocks(storage, torch.tensor([1, 2, 3], device=layer.device))
-    requests = [_Request(table, *(random(0, *shape) for shape in kv_shapes)) for table in ([3, 1], [2, NULL_BLOCK])]
+    backend.clear_blocks(storage, torch.tensor(blocks, device=layer.device))
+    requests = [_Request(table, *(random(0, *shape) for shape in kv_shapes)) for table in tables]
     errors = []
-    for news in ([page - 1, 2], [1, 4], [1, 1], [1, 1]):
+    for news in steps:
         q, k, v = (random(sum(news), *shape) for shape in ((layer.num_heads, layer.head_dim), *kv_shapes))
         stored = [x.to(kept).to(x.dtype).split(news) for x in (k, v)]
         for request, new_k, new_v in zip(requests, *stored, strict=True):

@@ -64,7 +64,7 @@ def _store_part(
     # one flat range over heads and dimensions: sizes that are no powers of two waste the end of a row, not of each head
     i = part * BLOCK + tl.arange(0, BLOCK)
     mask = i < HEADS * DIM
-    head, dim = i // DIM, i % DIM
+    head, dim = (i // DIM).to(tl.int64), i % DIM
     new = tl.load(x + token * stride_token + head * stride_head + dim, mask=mask)
     at = cache + block * stride_block + offset * stride_slot + head * stride_cache_head + dim
     tl.store(at, as_stored(new, cache, scale, head, mask, stride_scale), mask=mask)

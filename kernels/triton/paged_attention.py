@@ -31,7 +31,7 @@ from hf_cb.kernels.triton.paged_attention_unified import unified_kernel
 
 LOG2_E = 1 / math.log(2)
 NONE = 2**30  # a window or chunk that hides nothing: the kernels need no variant without one
-PROGRAMS_PER_SM = 8  # that a split aims at: about three rounds of the two or three that a multiprocessor holds
+PROGRAMS_PER_SM = 6  # that a split aims at: two rounds of the three that a multiprocessor of sm_90 holds
 HIGH_PER_SM = 3  # of tiles so high that it holds one or two, and that partial results take much memory
 
 
@@ -63,12 +63,13 @@ def plan(
     rows = max_seqlen_q * shape.group
     config = config_for(shape, rows, device.shared_memory)
     tiles = num_tokens * shape.group // config.block_m + num_requests
+    fewer = min(tiles, num_requests * triton.cdiv(rows, config.block_m))
     if num_splits is None:
-        idle = tiles * num_kv_heads < 2 * device.num_sms
+        idle = fewer * num_kv_heads < 2 * device.num_sms
         splits = (idle or rows <= 64) and max_keys > LEAST.value * config.block_n
         programs = device.num_sms * (PROGRAMS_PER_SM if config.block_m <= 32 else HIGH_PER_SM)
         num_splits = max(2, programs // num_kv_heads) if splits else 1
-    return Plan(config, tiles, num_splits)
+    return Plan(config, tiles if num_splits == 1 else fewer, num_splits)
 
 
 def workspace_size(
@@ -151,8 +152,20 @@ def paged_attention(
     if shape.kv_dtype != q.dtype and not _has_float8(q.device):
         k_cache, v_cache = k_cache.view(torch.int8), v_cache.view(torch.int8)
     cap = softcap or 0.0
-    inputs = (q, k_cache, v_cache, sinks, k_scale, v_scale, block_table, cu_seqlens_q, seq_lens, num_requests)
-    seen = (window or NONE, chunk or NONE)
+    inputs = (
+        q,
+        k_cache,
+        v_cache,
+        sinks,
+        k_scale,
+        v_scale,
+        block_table,
+        cu_seqlens_q,
+        seq_lens,
+        num_requests,
+        num_kv_heads,
+    )
+    seen = (min(window or NONE, NONE), min(chunk or NONE, NONE))
     factors = (2 * LOG2_E * scale / cap, LOG2_E * cap) if cap else (1.0, LOG2_E * scale)
     strides = (
         *(q.stride(0), q.stride(1), out.stride(0), out.stride(1)),
@@ -164,8 +177,9 @@ def paged_attention(
     options: dict[str, Any] = {**constexprs(shape, config), **config.options}
     with on(q.device):
         if found.num_splits == 1:
-            grid = (num_kv_heads, tiles)
-            unified_kernel[grid](out, *inputs, block_table.stride(0), *seen, *factors, *strides, **options)
+            unified_kernel[(tiles * num_kv_heads,)](
+                out, *inputs, block_table.stride(0), *seen, *factors, *strides, **options
+            )
             return out
         rows, size = found.workspace(num_kv_heads, shape.v_dim)
         if workspace is None:
@@ -174,12 +188,13 @@ def paged_attention(
             raise ValueError(f"workspace has {workspace.numel()} {workspace.dtype}: give {size} of torch.float32")
         partial, lse = workspace[: rows * shape.v_dim], workspace[rows * shape.v_dim :]
         split = (found.num_splits, block_table.stride(0), *seen)
-        grid = (num_kv_heads, found.num_splits + tiles)
-        split_kernel[grid](out, partial, lse, *inputs, *split, *factors, *strides, **options)
+        split_kernel[((found.num_splits + tiles) * num_kv_heads,)](
+            out, partial, lse, *inputs, *split, *factors, *strides, **options
+        )
         merge = merge_constexprs(shape, config)
-        blocks = (num_kv_heads, num_tokens, triton.cdiv(shape.group, merge["HEADS"]))
-        tables = (cu_seqlens_q, seq_lens, num_requests, found.num_splits, *seen, out.stride(0), out.stride(1))
-        merge_kernel[blocks](out, partial, lse, *tables, **merge)
+        programs = num_tokens * num_kv_heads * triton.cdiv(shape.group, merge["HEADS"])
+        tables = (cu_seqlens_q, seq_lens, num_requests, num_kv_heads, found.num_splits, *seen)
+        merge_kernel[(programs,)](out, partial, lse, *tables, out.stride(0), out.stride(1), **merge)
     return out
 
 

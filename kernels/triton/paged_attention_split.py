@@ -87,6 +87,7 @@ def split_kernel(
     cu_seqlens_q,
     seq_lens,
     num_requests,
+    num_kv_heads,
     num_splits,
     stride_table,
     window,
@@ -115,8 +116,8 @@ def split_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Grid (Hkv, slots): one piece of one query tile each; `partial` float32 `[slots, Hkv, BLOCK_M, V_DIM]`."""
-    kv_head, slot = tl.program_id(0), tl.program_id(1)
+    """Grid (slots * Hkv): one piece of one query tile each; `partial` float32 `[slots, Hkv, BLOCK_M, V_DIM]`."""
+    kv_head, slot = tl.program_id(0) % num_kv_heads, tl.program_id(0) // num_kv_heads
     length = piece_length(cu_seqlens_q, seq_lens, num_requests, num_splits, window, chunk, GROUP, BLOCK_M, BLOCK_N)
     request, first_slot, counted = 0, 0, 0
     for start in range(0, num_requests, SCAN):
@@ -189,7 +190,7 @@ def split_kernel(
         to = row_addresses(out, begin, rows, kv_head, stride_out_token, stride_out_head, v_cols, GROUP)
         tl.store(to, acc.to(out.dtype.element_ty), mask=element)
     else:
-        at = (slot.to(tl.int64) * tl.num_programs(0) + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
+        at = (slot.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(partial_lse + at, tl.where(total > 0, peak + tl.log2(total), NO_KEY), mask=mine)
         tl.store(partial + at[:, None] * V_DIM + v_cols[None, :], acc, mask=element)
 
@@ -202,6 +203,7 @@ def merge_kernel(
     cu_seqlens_q,
     seq_lens,
     num_requests,
+    num_kv_heads,
     num_splits,
     window,
     chunk,
@@ -215,8 +217,10 @@ def merge_kernel(
     HEADS: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """Grid (Hkv, T, cdiv(GROUP, HEADS)): HEADS rows of one token, from PIECES pieces at a time."""
-    kv_head, token = tl.program_id(0), tl.program_id(1)
+    """Grid (T * Hkv * cdiv(GROUP, HEADS)): HEADS rows of one token, from PIECES pieces at a time."""
+    PARTS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    number, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    kv_head, token = number % num_kv_heads, number // num_kv_heads
     length = piece_length(cu_seqlens_q, seq_lens, num_requests, num_splits, window, chunk, GROUP, BLOCK_M, BLOCK_N)
     request = 0
     for start in range(0, num_requests, SCAN):
@@ -237,15 +241,16 @@ def merge_kernel(
         )
         first_slot += tl.sum(their_tiles * tl.cdiv(their_keys, length))
 
-    heads = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
+    heads = part * HEADS + tl.arange(0, HEADS)
     cols = tl.arange(0, V_DIM_PAD)
     rows = (token - tl.load(cu_seqlens_q + request)) * GROUP + heads
     slots = (first_slot + rows // BLOCK_M * pieces).to(tl.int64)
+    first = (slots * num_kv_heads + kv_head) * BLOCK_M + rows % BLOCK_M
     peak, total = tl.full([HEADS], NO_KEY, tl.float32), tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, V_DIM_PAD], tl.float32)
     for start in range(0, pieces, PIECES):
         piece = start + tl.arange(0, PIECES)
-        at = ((slots[None, :] + piece[:, None]) * tl.num_programs(0) + kv_head) * BLOCK_M + (rows % BLOCK_M)[None, :]
+        at = first[None, :] + (piece * (num_kv_heads * BLOCK_M))[:, None]
         mine = (piece < pieces)[:, None] & (heads < GROUP)[None, :]
         lse = tl.load(partial_lse + at, mask=mine, other=float("-inf"))
         new_peak = tl.maximum(peak, tl.max(lse, 0))

@@ -15,7 +15,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 SCAN = tl.constexpr(128)  # requests looked at together
 UNSPECIALISED = (  # arguments that change from step to step or layer to layer, and whose properties win nothing
-    *("block_table", "cu_seqlens_q", "seq_lens", "num_requests", "num_splits", "window", "chunk"),
+    *("block_table", "cu_seqlens_q", "seq_lens", "num_requests", "num_kv_heads", "num_splits", "window", "chunk"),
     *("stride_table", "stride_k_scale", "stride_v_scale"),
 )
 NO_KEY = tl.constexpr(-1.0e30)  # a running maximum that no score has raised: finite, so that differences are no NaN
@@ -52,7 +52,7 @@ def row_addresses(base, begin, rows, kv_head, stride_token, stride_head, cols, G
     """Of the elements `[BLOCK_M, cols]` of a request's query rows in q or out, where its tokens start at `begin`."""
     at = base + begin.to(tl.int64) * stride_token + kv_head.to(tl.int64) * GROUP * stride_head
     at += (rows // GROUP).to(tl.int64)[:, None] * stride_token
-    return at + (rows % GROUP)[:, None] * stride_head + cols[None, :]
+    return at + (rows % GROUP).to(tl.int64)[:, None] * stride_head + cols[None, :]
 
 
 @triton.jit
@@ -87,12 +87,12 @@ def normalised(acc, total, v_scale, at):
 
 @triton.jit
 def as_float(x, dtype: tl.constexpr):
-    """Cache elements as the queries' dtype; int8 holds the bits of e4m3, where the hardware does not know it."""
+    """Cache elements as `dtype`; int8 holds the bits of e4m3, where the hardware does not know it."""
     if x.dtype == tl.int8:
-        bits = (x.to(tl.int32) << 20) & -0x78100000  # float32's sign, and e4m3's seven other bits below it
-        return (bits.to(tl.float32, bitcast=True) * 2.0**120).to(dtype)  # the exponent's bias is 7 instead of 127
-    elif x.dtype != dtype:  # straight from e4m3 to bfloat16 is slow on sm_90
-        return x.to(tl.float16).to(tl.float32).to(dtype)
+        bits = (x.to(tl.int16) << 7) & -0x4080  # float16's sign, and e4m3's seven other bits below it
+        return (bits.to(tl.float16, bitcast=True) * 256.0).to(dtype)  # the exponent's bias is 7 instead of 15
+    elif x.dtype != dtype:
+        return x.to(tl.float16).to(dtype)
     else:
         return x
 
@@ -104,7 +104,7 @@ def load_pages(block_table, tile, seq_len, PAGE: tl.constexpr, BLOCK_N: tl.const
     The table is not read past the request's last page. Entries before its first may be anything: see `load_rows`.
     """
     keys = tile * BLOCK_N if PAGE % BLOCK_N == 0 else tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    return tl.load(block_table + tl.minimum(keys, seq_len - 1) // PAGE).to(tl.int64)
+    return tl.load(block_table + tl.minimum(keys, seq_len - 1) // PAGE)
 
 
 @triton.jit
@@ -162,22 +162,36 @@ def attend(
     `dot * outer_scale`, or with SOFTCAP `tanh(dot * inner_scale / (2 log2(e))) * outer_scale`; outer_scale has the
     factor log2(e).
     """
-    cols, v_cols = tl.arange(0, DIM_PAD), tl.arange(0, V_DIM_PAD)
+    # e4m3 is float16 in half the instructions that bfloat16 takes, and both hold all of it. Queries that are converted
+    # come to sm_90's products in registers, of which large tiles have none left.
+    narrow: tl.constexpr = k_cache.dtype.element_ty.primitive_bitwidth == 8 and q.dtype == tl.bfloat16
+    in_half: tl.constexpr = narrow and (DIM_PAD <= 128 or q.shape[0] <= 32)
+    dtype: tl.constexpr = tl.float16 if in_half else q.dtype
+    if in_half:
+        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+    lanes, cols, v_cols = tl.arange(0, BLOCK_N), tl.arange(0, DIM_PAD), tl.arange(0, V_DIM_PAD)
     # The blocks of the next tile are loaded a round ahead and carried along. Loaded where they are used they would be
     # a stage of their own in Triton's pipeline, and leave the keys one stage less.
     pages = load_pages(block_table, tl.where(low < skip_at, low, low + skip), seq_len, PAGE, BLOCK_N)
     for step in range(low, high - skip):
         tile = tl.where(step < skip_at, step, step + skip)
-        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        slots = keys % PAGE
-        k_rows = (pages * stride_k_block + slots * stride_k_slot)[:, None]
-        v_rows = (pages * stride_v_block + slots * stride_v_slot)[:, None]
+        keys = tile * BLOCK_N + lanes
+        k_rows, v_rows = pages.to(tl.int64) * stride_k_block, pages.to(tl.int64) * stride_v_block
+        if BLOCK_N % PAGE == 0 or PAGE % BLOCK_N == 0:  # where a key lies in its page is the same for all tiles, or
+            slots = (lanes % PAGE).to(tl.int64)  # is but for where the tile begins
+            if PAGE > BLOCK_N:
+                start = (tile * BLOCK_N % PAGE).to(tl.int64)
+                k_rows, v_rows = k_rows + start * stride_k_slot, v_rows + start * stride_v_slot
+        else:
+            slots = (keys % PAGE).to(tl.int64)
+        k_rows = (k_rows + slots * stride_k_slot)[:, None]
+        v_rows = (v_rows + slots * stride_v_slot)[:, None]
         following = tl.where(step + 1 < skip_at, step + 1, step + 1 + skip)
         pages = load_pages(block_table, following, seq_len, PAGE, BLOCK_N)
         inside = (keys >= first_key) & (keys < seq_len)
         k = load_rows(k_cache + k_rows + cols[None, :], inside, cols, MASKED, DIM, DIM_PAD)
         v = load_rows(v_cache + v_rows + v_cols[None, :], inside, v_cols, MASKED, V_DIM, V_DIM_PAD)
-        scores = tl.dot(q, tl.trans(as_float(k, q.dtype)), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(as_float(k, dtype)), input_precision="ieee")
         if SOFTCAP:
             scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * inner_scale))
         if MASKED:
@@ -188,6 +202,6 @@ def attend(
         shrink = tl.exp2(peak - new_peak)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
-        acc = tl.dot(p.to(q.dtype), as_float(v, q.dtype), acc, input_precision="ieee")
+        acc = tl.dot(p.to(dtype), as_float(v, dtype), acc, input_precision="ieee")
         peak = new_peak
     return acc, peak, total

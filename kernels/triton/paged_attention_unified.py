@@ -31,6 +31,7 @@ def unified_kernel(
     cu_seqlens_q,
     seq_lens,
     num_requests,
+    num_kv_heads,
     stride_table,
     window,
     chunk,
@@ -58,10 +59,10 @@ def unified_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Grid (Hkv, T * GROUP // BLOCK_M + R): neighbours read the other heads of the same tokens of the cache."""
-    kv_head = tl.program_id(0)
+    """Grid ((T * GROUP // BLOCK_M + R) * Hkv): neighbours read the other heads of the same tokens of the cache."""
+    kv_head = tl.program_id(0) % num_kv_heads
     # backwards: within a prompt the last tiles have the most keys, and starting with them leaves no long tail
-    number = tl.num_programs(1) - 1 - tl.program_id(1)
+    number = (tl.num_programs(0) - 1 - tl.program_id(0)) // num_kv_heads
     request, tile = find_request(cu_seqlens_q, num_requests, number, GROUP, BLOCK_M)
     begin = tl.load(cu_seqlens_q + request)
     tokens = tl.load(cu_seqlens_q + request + 1) - begin

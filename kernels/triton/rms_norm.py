@@ -50,7 +50,7 @@ def rms_norm_kernel(
 ):
     """Grid (cdiv(rows, ROWS)); row i is head i % heads of token i // heads."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token, head = (row // heads).to(tl.int64)[:, None], (row % heads)[:, None]
+    token, head = (row // heads).to(tl.int64)[:, None], (row % heads).to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
     mask = (row < rows)[:, None] & (cols < SIZE)
     values = tl.load(x + token * stride_x_token + head * stride_x_head + cols, mask=mask, other=0.0).to(tl.float32)
@@ -71,10 +71,11 @@ def rms_norm_kernel(
 
 def config_for(size: int) -> dict[str, int]:
     """Constants and launch options for rows of this size. Short ones (heads) share a program, 2,048 elements in all;
-    a thread gets 8 elements, and more only where there can be no more threads."""
+    a thread gets 8 elements, and more only where there can be no more threads: 1,024, which are 16 warps of AMD's."""
     block = triton.next_power_of_2(size)
     rows = max(2048 // block, 1)
-    warps = min(max(rows * block // 256, 1), 16 if block <= 16384 else 32)
+    most = 16 if block <= 16384 or torch.version.hip is not None else 32
+    warps = min(max(rows * block // 256, 1), most)
     return dict(SIZE=size, ROWS=rows, BLOCK=block, num_warps=warps, num_stages=1)
 
 

@@ -68,12 +68,13 @@ def rope_store_kernel(
     Q_GROUPS: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     GROUPS: tl.constexpr = Q_GROUPS + (KV_HEADS + HEADS - 1) // HEADS
     token, group = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS
-    pair = tl.arange(0, HALF_PAD)[None, :]
+    # what all heads share is read by each of them: a row that is spread over threads would go through shared memory
+    pair = tl.arange(0, HALF_PAD)[None, :] + tl.zeros([HEADS, 1], tl.int32)
     cos = tl.load(cos + token * stride_cos_token + pair * stride_cos_pair, mask=pair < HALF, other=0.0)
     sin = tl.load(sin + token * stride_sin_token + pair * stride_sin_pair, mask=pair < HALF, other=0.0)
     rest_cols = 2 * HALF + tl.arange(0, REST_PAD)[None, :]
     if group < Q_GROUPS:
-        head = group * HEADS + tl.arange(0, HEADS)[:, None]
+        head = group * HEADS + tl.arange(0, HEADS)[:, None].to(tl.int64)
         mask = head < Q_HEADS
         row = q + token * stride_q_token + head * stride_q_head
         a, b, rest = turned(
@@ -87,7 +88,7 @@ def rope_store_kernel(
         slot = tl.load(slot_mapping + token).to(tl.int64)
         if slot >= 0:
             block, place = slot // PAGE, slot % PAGE
-            head = (group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)[:, None]
+            head = (group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)[:, None].to(tl.int64)
             mask = head < KV_HEADS
             row = k + token * stride_k_token + head * stride_k_head
             a, b, rest = turned(

@@ -74,12 +74,12 @@ def turned(
         if 2 * HALF < DIM:
             squares += tl.sum(rest.to(tl.float32) * rest.to(tl.float32), 1)
         scale = tl.rsqrt(squares / DIM + eps)[:, None]
-        first = weight + tl.zeros([1, 1], tl.int32)
+        first = weight + tl.zeros([row.shape[0], 1], tl.int32)
         weight_a, weight_b = load_pairs(first, tl.full([1, 1], 1, tl.int1), HALF, HALF_PAD, INTERLEAVED)
         a = weighted(a * scale, weight_a, offset, IN_FP32, dtype).to(dtype)
         b = weighted(b * scale, weight_b, offset, IN_FP32, dtype).to(dtype)
         if 2 * HALF < DIM:
-            weight_rest = tl.load(weight + cols, mask=cols < DIM, other=0.0)
+            weight_rest = tl.load(first + cols, mask=cols < DIM, other=0.0)
             rest = weighted(rest.to(tl.float32) * scale, weight_rest, offset, IN_FP32, dtype).to(dtype)
     turned_a = _product(a, cos) - _product(b, sin)
     turned_b = _product(b, cos) + _product(a, sin)

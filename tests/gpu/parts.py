@@ -2,45 +2,64 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
+import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import backend_times
 import torch
 from busy import while_decoding
 from models import CONFIGS, make, traffic
 
 import hf_cb
-from hf_cb.attention.backend import backends
 from hf_cb.attention.choice import survey
 from hf_cb.bench.engines import HfCb, TransformersBatching
-from hf_cb.bench.floor import least_time, model_cost
-from hf_cb.bench.speeds import Speeds, measure
+from hf_cb.bench.floor import ModelCost, least_time, model_cost, step_seconds
+from hf_cb.bench.speeds import Speeds, measure, product_rate, torch_matmul
 from hf_cb.bench.workload import Workload
-from hf_cb.steps import GroupBatch, LayerFacts, StepBatch
+from hf_cb.steps import StepRecord
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNEL_BENCHES = Path(__file__).parent.parent / "gpu_kernels"
+FIRST = ("bench_paged_attention", "bench_rms_norm")  # of them, should the time be short
+Note = Callable[[dict[str, Any]], object]  # is told what is found, as it comes
 
 
-def machine(speeds: dict[str, float]) -> dict[str, Any]:
+def machine(speeds: dict[str, float], note: Note) -> dict[str, Any]:
     """Versions, and the bandwidth (bytes/s) and bfloat16 rate (flop/s) that PyTorch reaches here."""
     import transformers
     import triton
 
-    size = "Llama-3.2-1B" if DEVICE == "cuda" else "tiny"
-    found = measure(make(size, torch.bfloat16, DEVICE))
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
     versions = dict(torch=torch.__version__, transformers=transformers.__version__, triton=triton.__version__)
-    return dict(device=name, **versions, bandwidth=found.bandwidth, rate=found.rate) | dict(
-        backends=survey(torch.device(DEVICE))
-    )
+    result: dict[str, Any] = dict(device=name, python=platform.python_version(), **versions)
+    note(result)
+    found = measure(make("Llama-3.2-1B" if DEVICE == "cuda" else "tiny", torch.bfloat16, DEVICE))
+    result |= dict(bandwidth=found.bandwidth, rate=found.rate)
+    if DEVICE == "cuda":
+        result["bandwidth"] = max(found.bandwidth, copy_bandwidth())
+        side = 8192  # the model's own shapes are too small to show what a prompt's attention may reach
+        result["rate"] = max(found.rate, product_rate(torch_matmul, torch.randn(side, side, device=DEVICE).bfloat16()))
+    note(result)
+    return result | dict(backends=survey(torch.device(DEVICE)))
 
 
-def parity(speeds: dict[str, float]) -> dict[str, Any]:
+def copy_bandwidth() -> float:
+    """Bytes read and written a second by a large copy."""
+    from triton.testing import do_bench
+
+    source = torch.randn(2**30, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (1e-3 * do_bench(lambda: target.copy_(source), return_mode="median"))
+
+
+def parity(speeds: dict[str, float], note: Note) -> dict[str, Any]:
     """Float32: the tokens of `generate`. bfloat16: the share of tokens that are float32's argmax, and the worst gap."""
     torch.backends.cuda.matmul.allow_tf32 = False
     model = make("tiny", torch.float32, DEVICE)
@@ -53,6 +72,7 @@ def parity(speeds: dict[str, float]) -> dict[str, Any]:
         got = [r.generated_tokens for r in model.generate_batch(prompts, **options).values()]
         hf_cb.restore(model)
         result[f"float32, graphs {graphs}"] = f"{sum(a == b for a, b in zip(got, want, strict=True))} of {len(want)}"
+        note(result)
     half = make("tiny", torch.bfloat16, DEVICE)
     hf_cb.accelerate(half)
     got = [r.generated_tokens for r in half.generate_batch(prompts, **options).values()]
@@ -66,10 +86,10 @@ def parity(speeds: dict[str, float]) -> dict[str, Any]:
     return result | dict(bfloat16_argmax=sum(g == 0 for g in gaps) / len(gaps), bfloat16_worst=max(gaps))
 
 
-def kernels(speeds: dict[str, float]) -> dict[str, Any]:
+def kernels(speeds: dict[str, float], note: Note) -> dict[str, Any]:
     """The benchmark of each of our Triton kernels."""
-    found = {}
-    for path in sorted(KERNEL_BENCHES.glob("bench_*.py")):
+    found: dict[str, Any] = {}
+    for path in sorted(KERNEL_BENCHES.glob("bench_*.py"), key=lambda path: (path.stem not in FIRST, path.stem)):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None and spec.loader is not None
         bench = importlib.util.module_from_spec(spec)
@@ -78,54 +98,25 @@ def kernels(speeds: dict[str, float]) -> dict[str, Any]:
             found[path.stem.removeprefix("bench_")] = bench.measure(speeds["bandwidth"], speeds["rate"])
         except Exception as error:
             found[path.stem.removeprefix("bench_")] = repr(error)
+        note(found)
     return found
 
 
-def attention(speeds: dict[str, float]) -> dict[str, Any]:
-    """Each backend's step of decodes against the time that its keys and values take at the measured bandwidth."""
-    import triton
-
-    layer = LayerFacts(32, 8, 128, 128, 128**-0.5, torch.bfloat16, torch.device(DEVICE))
-    results = []
-    for name, kind in backends().items():
-        backend = kind()
-        problem = backend.missing() or backend.unsupported(layer)
-        if problem is not None:
-            results.append(dict(backend=name, problem=problem))
-            continue
-        for batch in (1, 32, 256):
-            for context in (1024, 8192, 32768):
-                page = backend.usual_block_size
-                width = context // page
-                storage = backend.allocate(layer, batch * width + 1, page)
-                step = decodes(batch, context, width, page)
-                meta = backend.prepare(step, step.groups[0], layer.device)
-                q, k, v = (torch.randn(batch, h, 128, device=DEVICE, dtype=layer.dtype) for h in (32, 8, 8))
-                args = (storage, layer, q, k, v, meta, None)
-                ms = triton.testing.do_bench(lambda args=args, b=backend: b.attend(*args), warmup=5, rep=20)
-                least = batch * context * 2 * 8 * 128 * 2 / speeds["bandwidth"]
-                results.append(dict(backend=name, batch=batch, context=context, ms=ms, floor=least * 1e3 / ms))
-                del storage, meta, args
-                torch.cuda.empty_cache()
-    return {"cases": results}
+def attention(speeds: dict[str, float], note: Note) -> dict[str, Any]:
+    """Each backend's steps of decodes and of prompts."""
+    return backend_times.measure(DEVICE, Speeds(speeds["bandwidth"], speeds["rate"]), note)
 
 
-def decodes(batch: int, context: int, width: int, page: int) -> StepBatch:
-    """One new token for each of `batch` requests of `context` tokens, whose blocks lie anywhere."""
-    table = (torch.randperm(batch * width, device=DEVICE) + 1).int().view(batch, width)
-    slots = table[:, -1].long() * page + page - 1
-    rows = torch.arange(batch + 1, device=DEVICE)
-    lens = torch.full((batch,), context, dtype=torch.int32, device=DEVICE)
-    group = GroupBatch(slots, table, [], [])
-    ids = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
-    return StepBatch(
-        [], ids, lens.long() - 1, rows[:-1], rows.int(), lens, [1] * batch, [context] * batch, [group], page
-    )
+def variants(speeds: dict[str, float], note: Note) -> dict[str, Any]:
+    """Attention's other tiles and splits."""
+    import variants
+
+    return variants.measure(DEVICE, note)
 
 
-def engine(speeds: dict[str, float], note: Callable[[dict[str, Any]], object] = lambda found: None) -> dict[str, Any]:
+def engine(speeds: dict[str, float], note: Note) -> dict[str, Any]:
     """256 requests against the floor of bytes and operations and against transformers' own continuous batching, and how
-    busy the device is while 256, and one, decode. `note` is told what is found, as it comes."""
+    busy the device is while 256, and one, decode."""
     found: dict[str, Any] = {}
     cuda = DEVICE == "cuda"
     names = [n for n in CONFIGS if n != "tiny"] if cuda else ["tiny"]
@@ -136,7 +127,8 @@ def engine(speeds: dict[str, float], note: Callable[[dict[str, Any]], object] = 
         run = ours.run(work)
         most = max(step.requests for step in run.steps)
         full = [step for step in run.steps if step.prefill_tokens == 0 and step.requests >= 0.9 * most]
-        floor = least_time(model_cost(model), work, Speeds(speeds["bandwidth"], speeds["rate"], ""), 256, budget=8192)
+        cost, fastest = model_cost(model), Speeds(speeds["bandwidth"], speeds["rate"])
+        floor = least_time(cost, work, fastest, 256, budget=8192)
         found[name] = dict(
             tok_s=run.tok_s,
             seconds=run.seconds,
@@ -144,12 +136,15 @@ def engine(speeds: dict[str, float], note: Callable[[dict[str, Any]], object] = 
             of_the_floor=run.tok_s / floor.tok_s,
             steps=len(run.steps),
             full_decode_steps=len(full),
+            full_decodes_of_the_floor=of_the_floor(run.steps, full, cost, fastest),
             host_ms=1e3 * sum(s.host_s for s in full) / max(1, len(full)),
         )
-        sizes = ((256, 64, 160), (1, 64, 160)) if cuda else ((4, 8, 24),)
-        found[name]["decoding"] = [while_decoding(model, DEVICE, *size) for size in sizes]
+        note(found)
+        size: tuple[Any, ...] = ((256, 1), 64, 96) if cuda else ((4, 1), 8, 24)
+        found[name]["decoding"] = while_decoding(model, DEVICE, *size)
         note(found)
         del model, ours
+        freed()
     for name in names:  # last, since it may take longest
         model, work, few = make(name, torch.bfloat16, DEVICE), *loads(CONFIGS[name].vocab_size)
         theirs = TransformersBatching(model)
@@ -158,7 +153,29 @@ def engine(speeds: dict[str, float], note: Callable[[dict[str, Any]], object] = 
         found[name] |= dict(transformers_tok_s=peer.tok_s, ratio=found[name]["tok_s"] / peer.tok_s)
         note(found)
         del model, theirs
+        freed()
     return found
+
+
+def freed() -> None:
+    """What a model and its caches took is there for the next: engines ask how much memory is free."""
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+def of_the_floor(
+    steps: Sequence[StepRecord], full: Sequence[StepRecord], cost: ModelCost, fastest: Speeds
+) -> float | None:
+    """The share of these steps' time, from each one's start to the next one's, that their bytes would take at least."""
+    wanted = {step.step for step in full}
+    least = spent = 0.0
+    for step, following in pairwise(steps):
+        if step.step in wanted:
+            read = sum(cost.kv_read(share.start + share.num_tokens) for share in step.shares)
+            least += step_seconds(cost, step.decode_tokens, step.sampled, read, fastest)
+            spent += following.started - step.started
+    return least / spent if spent else None
 
 
 def loads(vocab: int) -> tuple[Workload, Workload]:
@@ -169,6 +186,11 @@ def loads(vocab: int) -> tuple[Workload, Workload]:
 
 if __name__ == "__main__":
     part, file, given = sys.argv[1:4]
-    options = {"note": lambda found: Path(file).write_text(json.dumps(found))} if part == "engine" else {}
-    measured = globals()[part](json.loads(given), **options)
-    Path(file).write_text(json.dumps(measured))
+
+    def note(found: dict[str, Any]) -> None:
+        """Whole or not at all: the part may be ended at any moment."""
+        written = Path(f"{file}.new")
+        written.write_text(json.dumps(found))
+        written.replace(file)
+
+    note(globals()[part](json.loads(given), note))

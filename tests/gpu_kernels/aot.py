@@ -2,8 +2,8 @@
 
     python tests/gpu_kernels/aot.py [80 90 100]
 
-Each is built as its launcher would build it. Fails if a build for bfloat16 or float16 spills registers to memory, or
-takes more shared memory than the GPU has; float32 is reported.
+Each is built as its launcher would build it. Fails if a build for bfloat16 or float16 spills registers to memory, takes
+more shared memory than the GPU has, or computes an address in 32 bits; spills for float32 are reported.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Taken:
     stack: int
     local: int
     shared: int
+    narrow: int  # products of addresses in 32 bits
 
     @property
     def spills(self) -> bool:
@@ -94,6 +95,23 @@ def _build(name: str, fn: Any, types: dict[str, Any], config: dict[str, Any]) ->
     return Build(name, fn, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned}, options)
 
 
+def narrow_products(ttir: str) -> list[str]:
+    """The 32-bit products with a stride in a kernel's intermediate code: a cache of 100 GiB has more elements."""
+    strides = {name for name in re.findall(r"(%stride_\w+): i32", ttir) if not name.endswith("_scale")}
+    found = []
+    for line in ttir.splitlines():
+        step = re.match(r"\s*(%[\w#]+)(?::\d+)? = (\S+) (.*)", line)
+        if step is None:
+            continue
+        result, operation, rest = step.groups()
+        of_stride = any(name in strides for name in re.findall(r"%[\w#]+", rest))
+        if of_stride and operation in ("tt.splat", "tt.broadcast", "tt.expand_dims"):
+            strides.add(result)
+        if of_stride and operation == "arith.muli" and re.search(r"\bi32|xi32>", rest):
+            found.append(line.strip())
+    return found
+
+
 def compiled(build: Build, capability: int) -> Taken:
     source = ASTSource(fn=build.fn, signature=build.signature, constexprs=build.constexprs, attrs=build.attrs)
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=build.options)
@@ -103,7 +121,8 @@ def compiled(build: Build, capability: int) -> Taken:
         command = [CUOBJDUMP, "--dump-resource-usage", file.name]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", printed)}
-    return Taken(found["REG"], found["STACK"], found["LOCAL"], kernel.metadata.shared)
+    narrow = len(narrow_products(kernel.asm["ttir"]))
+    return Taken(found["REG"], found["STACK"], found["LOCAL"], kernel.metadata.shared, narrow)
 
 
 def main(capabilities: list[int]) -> int:
@@ -117,10 +136,11 @@ def main(capabilities: list[int]) -> int:
         for build in [*chosen.values(), *others()]:
             taken, count = compiled(build, capability), count + 1
             wrong = taken.shared > SHARED_MEMORY[capability] * 1024 or (taken.spills and "fp32" not in build.name)
+            wrong |= taken.narrow > 0
             bad += wrong
             numbers = f"{taken.registers:4} {taken.stack:5} {taken.local:5} {taken.shared:7}"
             print(f"sm_{capability:<4}{build.name:46}{numbers}{'  WRONG' if wrong else ''}", flush=True)
-    print(f"{count} builds, {bad} that spill or do not fit")
+    print(f"{count} builds, {bad} that spill, do not fit or address in 32 bits")
     return 1 if bad else 0
 
 

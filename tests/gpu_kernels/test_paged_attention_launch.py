@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import runpy
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from hf_cb.attention.trial import TALL
 from hf_cb.kernels.triton import paged_attention as op
 from hf_cb.kernels.triton.paged_attention_builds import SHARED_MEMORY, builds
 from hf_cb.kernels.triton.paged_attention_config import Device, Shape, config_for
@@ -23,8 +25,8 @@ def test_decodes_are_split_for_a_full_device() -> None:
     found = op.plan(LLAMA, H200, 32, 32, 8, 1, 8192)
     assert found.config == config_for(LLAMA, 4, H200.shared_memory)
     assert (found.config.block_m, found.config.block_n) == (16, 64)
-    assert (found.tiles, found.num_splits) == (32 * 4 // 16 + 32, 8 * 132 // 8)
-    assert found.workspace(8, 128) == ((132 + 40) * 8 * 16, (132 + 40) * 8 * 16 * 129)
+    assert (found.tiles, found.num_splits) == (32, 6 * 132 // 8)
+    assert found.workspace(8, 128) == ((99 + 32) * 8 * 16, (99 + 32) * 8 * 16 * 129)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,13 @@ def test_tiles_fit_small_devices() -> None:
             width = 256 if dim > 128 else dim
             keys = 2 * config.block_n * width * 2 * (config.num_stages - 1)
             assert 2 * config.block_m * (width + config.block_n) + keys <= 99 * 1024
+
+
+def test_a_trial_is_long_enough_for_the_largest_tiles() -> None:
+    """What takes more than a device has raises when it is launched: then another backend is chosen, in time."""
+    for shape in (LLAMA, dataclasses.replace(LLAMA, dtype=torch.float32), dataclasses.replace(LLAMA, dim=256)):
+        for shared_memory in (99 * 1024, 227 * 1024):
+            assert config_for(shape, TALL + 1, shared_memory) == config_for(shape, 10**6, shared_memory)
 
 
 def arguments(device: torch.device) -> dict[str, Any]:
