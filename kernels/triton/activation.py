@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -45,6 +47,7 @@ def act_and_mul_kernel(
     tl.store(out + token * stride_out_token + cols, result.to(out.dtype.element_ty), mask=mask)
 
 
+@functools.cache  # a launch should not take longer than the kernel
 def config_for(size: int, activation: str) -> dict[str, int | str]:
     """Constants and launch options for `size` columns of results, eight a thread."""
     block = min(triton.next_power_of_2(size), 1024)

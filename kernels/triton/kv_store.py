@@ -7,6 +7,8 @@ same everywhere; a store waits for memory and not for those ten instructions.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -142,6 +144,7 @@ def store_kv_kernel(
     )
 
 
+@functools.cache  # a launch should not take longer than the kernel
 def config_for(num_kv_heads: int, dim: int, v_dim: int) -> dict[str, int]:
     """Constants and launch options of a layer's shape: eight elements of keys and eight of values a thread."""
     size = num_kv_heads * max(dim, v_dim)

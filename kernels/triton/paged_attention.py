@@ -7,6 +7,7 @@ would not fill the device or one long request would hold up a step of decodes.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,7 @@ class Plan:
         return rows, rows * (v_dim + 1)
 
 
+@functools.lru_cache(1024)
 def plan(
     shape: Shape,
     device: Device,

@@ -45,6 +45,7 @@ class Device:
     shared_memory: int  # bytes that one program may use
 
 
+@functools.cache
 def padded(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
@@ -58,6 +59,7 @@ def device_facts(device: torch.device) -> Device:
     return Device(properties["multiprocessor_count"], properties["max_shared_mem"])
 
 
+@functools.cache
 def config_for(shape: Shape, rows: int, shared_memory: int) -> Config:
     """For requests of up to `rows` query rows (tokens times query heads of a KV head).
 
@@ -86,6 +88,7 @@ def config_for(shape: Shape, rows: int, shared_memory: int) -> Config:
     return Config(block_m, block_n, num_warps, 3 if rest + buffers * copied <= shared_memory else 2)
 
 
+@functools.cache
 def constexprs(shape: Shape, config: Config) -> dict[str, Any]:
     """Of the unified and the split kernel."""
     return dict(
@@ -101,6 +104,7 @@ def constexprs(shape: Shape, config: Config) -> dict[str, Any]:
     )
 
 
+@functools.cache
 def merge_constexprs(shape: Shape, config: Config) -> dict[str, Any]:
     v_dim_pad = padded(shape.v_dim)
     heads = min(4, triton.next_power_of_2(shape.group))

@@ -6,6 +6,8 @@ and then multiply by the weight; others (Gemma's by 1 + weight, OLMo-2's, gpt-os
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -69,6 +71,7 @@ def rms_norm_kernel(
     tl.store(at, values.to(out.dtype.element_ty), mask=mask)
 
 
+@functools.cache  # a launch should not take longer than the kernel
 def config_for(size: int) -> dict[str, int]:
     """Constants and launch options for rows of this size. Short ones (heads) share a program, 2,048 elements in all;
     a thread gets 8 elements, and more only where there can be no more threads: 1,024, which are 16 warps of AMD's."""
@@ -83,6 +86,8 @@ def _layout(tensors: list[Tensor]) -> tuple[int, list[int]]:
     """Heads a token, and the strides of tokens and heads of tensors `[..., H, N]` of one shape: one head if that is as
     good, so that it is a constant for the compiler."""
     shape = tensors[0].shape
+    if len(shape) == 2:
+        return 1, [stride for x in tensors for stride in (x.stride(0), 0)]
     try:
         tensors = [x.view(-1, *shape[-2:]) if len(shape) > 2 else x.view(-1, 1, shape[-1]) for x in tensors]
     except RuntimeError as error:
@@ -146,7 +151,7 @@ def rms_norm(
     if rows:
         x_strides, out_strides, residual_strides = strides[:2], strides[2:4], strides[4:] or [0] * 4
         with on(x.device):
-            rms_norm_kernel[(triton.cdiv(rows, config["ROWS"]),)](
+            rms_norm_kernel[(-(-rows // config["ROWS"]),)](
                 x,
                 weight,
                 residual,

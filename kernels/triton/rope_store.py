@@ -4,6 +4,8 @@ Gemma 3), rotary position embedding, and the new keys and values into the paged 
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -108,6 +110,7 @@ def rope_store_kernel(
             tl.store(row + v_cols, as_stored(values, v_cache, v_scale, head, mask, stride_v_scale), mask=v_mask)
 
 
+@functools.cache  # a launch should not take longer than the kernel
 def config_for(num_heads: int, num_kv_heads: int, dim: int, v_dim: int, rotary_dim: int) -> dict[str, int]:
     """Constants and launch options of a layer's shape: about 1,024 elements a program, 16 a thread."""
     pad = triton.next_power_of_2(dim)
