@@ -1,5 +1,7 @@
 """The public calls of a tensor-parallel model, which every rank makes: the driver's is the real one, and the others
 wait for it and give its result, or raise its error. For any other model nothing happens here.
+
+A call begins when all ranks have come to it (`agreement`), and leaves torch's global generator alike on all of them.
 """
 
 from __future__ import annotations
@@ -7,16 +9,20 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from hf_cb.core import GenerationOutput, Update
 from hf_cb.errors import RankError, describe
+from hf_cb.manager.agreement import Terms, random_digest, terms_of
 from hf_cb.manager.driver import Driver
 from hf_cb.manager.follower import Follower
 from hf_cb.manager.meeting import team_of
-from hf_cb.manager.team import portable
+from hf_cb.manager.team import RESTART, packed, portable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,77 +34,92 @@ T = TypeVar("T")
 _numbers: weakref.WeakKeyDictionary[ContinuousBatchingManager, int] = weakref.WeakKeyDictionary()
 
 
-def shared(model: PreTrainedModel, what: str, call: Callable[[], T], send: Callable[[T], Any] | None = None) -> T:
-    """The result of a call on every rank. `send`: what the other ranks are told of it, if not itself."""
+def shared(
+    model: PreTrainedModel,
+    what: str,
+    call: Callable[[], T],
+    send: Callable[[T], Any] | None = None,
+    inputs: Any = None,
+    options: Any = None,
+) -> T:
+    """The result of a call on every rank.
+
+    Args:
+        send: what the other ranks are told of it, if not itself.
+        inputs, options: what it was called with, which has to be the same everywhere.
+    """
     team = team_of(model)
     if team is None:
         return call()
-    number, what = team.next_call(), _named(team, model, what)
+    terms = _terms(team, model, what, inputs, options)
     if isinstance(team, Follower):
-        return _result(team.answers(number, what))
-    with _telling(team, number, what):
+        return _result(team.follow(terms))
+    with _telling(team, terms) as telling:
         result = call()
-        team.answer("result", number, what, _safe(result if send is None else send(result)))
+        telling.result = result if send is None else send(result)
     return result
 
 
-def shared_stream(model: PreTrainedModel, what: str, call: Callable[[], Generator[T]]) -> Generator[T]:
+def shared_stream(
+    model: PreTrainedModel, what: str, call: Callable[[], Generator[T]], inputs: Any = None, options: Any = None
+) -> Generator[T]:
     """The items of a call on every rank, as they come."""
     team = team_of(model)
     if team is None:
         return call()
-    number, what = team.next_call(), _named(team, model, what)
+    terms = _terms(team, model, what, inputs, options)
     if isinstance(team, Follower):
-        return team.answers(number, what)
-    with _telling(team, number, what):
-        source = call()
-    return _told(team, number, what, source)
+        return team.follow(terms)
+    told = _told(team, terms, call)
+    next(told)  # it has begun: if nobody ever wants its items, it notices when it goes
+    return told
 
 
-def _told(team: Driver, number: int, what: str, source: Generator[T]) -> Generator[T]:
-    with _telling(team, number, what):
+def _told(team: Driver, terms: Terms, call: Callable[[], Generator[T]]) -> Generator[T]:
+    with _telling(team, terms) as telling, closing(call()) as source:
+        yield None  # type: ignore[misc]
         for item in source:
-            team.answer("item", number, what, _safe(item))
+            telling.item(item)
             yield item
-        team.answer("result", number, what, None)
 
 
 def shared_manager(
-    model: PreTrainedModel, what: str, call: Callable[[], ContinuousBatchingManager]
+    model: PreTrainedModel, what: str, call: Callable[[], ContinuousBatchingManager], options: Any = None
 ) -> ContinuousBatchingManager | FollowingManager:
     """The manager; on the other ranks one that follows it."""
     team = team_of(model)
     if team is None:
         return call()
-    made: Any = shared(model, what, call, lambda manager: _introduce(team, manager))
+    made: Any = shared(model, what, call, lambda manager: _introduce(team, manager), options=options)
     return FollowingManager(team, *made) if isinstance(team, Follower) else made
 
 
 def shared_session(
-    model: PreTrainedModel, what: str, call: Callable[[], AbstractContextManager[ContinuousBatchingManager]]
+    model: PreTrainedModel,
+    what: str,
+    call: Callable[[], AbstractContextManager[ContinuousBatchingManager]],
+    options: Any = None,
 ) -> AbstractContextManager[ContinuousBatchingManager | FollowingManager]:
     """A running manager for a `with` block; the other ranks leave theirs when the driver has left its own."""
     team = team_of(model)
     if team is None:
         return call()
-    number, what = team.next_call(), _named(team, model, what)
-    return _follow(team, number, what) if isinstance(team, Follower) else _lead(team, number, what, call)
+    make_terms = partial(_terms, team, model, what, None, options)
+    return _follow(team, make_terms) if isinstance(team, Follower) else _lead(team, make_terms, call)
 
 
 @contextmanager
 def _lead(
-    team: Driver, number: int, what: str, call: Callable[[], AbstractContextManager[ContinuousBatchingManager]]
+    team: Driver, make_terms: Callable[[], Terms], call: Callable[[], AbstractContextManager[ContinuousBatchingManager]]
 ) -> Iterator[ContinuousBatchingManager]:
-    with _telling(team, number, what):
-        with call() as manager:
-            team.answer("item", number, what, _introduce(team, manager))
-            yield manager
-        team.answer("result", number, what, None)
+    with _telling(team, make_terms()) as telling, call() as manager:
+        telling.item(_introduce(team, manager))
+        yield manager
 
 
 @contextmanager
-def _follow(team: Follower, number: int, what: str) -> Iterator[FollowingManager]:
-    answers = team.answers(number, what)
+def _follow(team: Follower, make_terms: Callable[[], Terms]) -> Iterator[FollowingManager]:
+    answers = team.follow(make_terms())
     manager = FollowingManager(team, *next(answers))
     manager.start()
     yield manager
@@ -118,10 +139,13 @@ class FollowingManager:
         self._team = team
         self._number = number
         self._ends = ended  # how often the driver's will have stopped when this one has
+        self._asked_to_stop = False
 
     def start(self) -> None:
-        """The driver does."""
-        self._ends += 1
+        """The driver does, if it was not running."""
+        if self._asked_to_stop or not self.is_running():
+            self._ends += 1
+            self._asked_to_stop = False
 
     def is_running(self) -> bool:
         return not self._team.is_over and self._team.ended.get(self._number, 0) < self._ends
@@ -134,6 +158,7 @@ class FollowingManager:
         hard_stop: bool = False,
     ) -> None:
         """Waits, if it may, until the driver's manager has stopped."""
+        self._asked_to_stop = True
         if block:
             self.join(timeout=timeout)
 
@@ -141,7 +166,7 @@ class FollowingManager:
         self._team.wait_for_end(self._number, self._ends, timeout)
 
     def destroy(self) -> None:
-        self.join()
+        self.stop()
 
     def add_request(self, *_: Any, **__: Any) -> None:
         return None
@@ -167,10 +192,13 @@ class FollowingManager:
     def warmup(self) -> None:
         """Nothing is left to warm up."""
 
+    def reset_prefix_cache(self) -> None:
+        """The driver does: what prompts have in common is known there alone."""
+
     @property
     def background_thread_status(self) -> FollowerStatus:
         """Has `fatal_error`, as the driver's."""
-        return FollowerStatus(RankError(self._team.broken) if self._team.broken else None)
+        return FollowerStatus(RankError(f"{self._team.broken} {RESTART}") if self._team.broken else None)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RankError(
@@ -178,7 +206,7 @@ class FollowingManager:
             f"model.generate_batch on every rank."
         )
 
-    submit = pause = stats = trace = reset_prefix_cache = _refuse
+    submit = pause = stats = trace = _refuse
 
 
 @dataclass(frozen=True)
@@ -189,16 +217,40 @@ class FollowerStatus:
 # ------------------------------------------------------------------------------------------------------------- helpers
 
 
+@dataclass
+class _Telling:
+    """What the same call on the other ranks hears of the driver's."""
+
+    team: Driver
+    number: int
+    result: Any = None  # once it is over
+
+    def item(self, value: Any) -> None:
+        self.team.answer("item", self.number, _safe(value))
+
+
 @contextmanager
-def _telling(team: Driver, number: int, what: str) -> Iterator[None]:
-    """An exception inside reaches the same call on the other ranks."""
+def _telling(team: Driver, terms: Terms) -> Iterator[_Telling]:
+    """A call of the driver's, begun when all ranks have come to it. Result or error reach the other ranks."""
+    telling = _Telling(team, team.next_call())
     try:
-        yield
+        team.begin(telling.number, terms)
+        yield telling
+        team.answer("result", telling.number, _safe(telling.result), _moved(terms))
     except BaseException as error:
         left = not isinstance(error, Exception)  # an interrupt, or a generator that nobody wants any more
-        said = RankError(f"Rank 0 has left {what} ({describe(error)}).") if left else portable(error)
-        team.answer("error", number, what, said)
+        said = RankError(f"Rank 0 has left {terms.what} ({describe(error)}).") if left else error
+        team.answer("error", telling.number, packed(said), _moved(terms))
         raise
+
+
+def _moved(terms: Terms) -> torch.Tensor | None:
+    """The state of torch's global generator, if the call has moved it (seeds are drawn on rank 0 alone)."""
+    return torch.get_rng_state() if random_digest() != terms.random else None
+
+
+def _terms(team: Driver | Follower, model: PreTrainedModel, what: str, inputs: Any, options: Any) -> Terms:
+    return terms_of(model, f"{what} of {type(model).__name__} ({team.number_of(model)})", inputs, options)
 
 
 def _introduce(team: Driver | Follower, manager: ContinuousBatchingManager) -> tuple[int, int]:
@@ -216,10 +268,6 @@ def _introduce(team: Driver | Follower, manager: ContinuousBatchingManager) -> t
 
         manager._deliver = manager.loop._deliver = told  # type: ignore[method-assign]  # it may start again
     return number, team.ends[number]
-
-
-def _named(team: Driver | Follower, model: PreTrainedModel, what: str) -> str:
-    return f"{what} of {type(model).__name__} ({team.number_of(model)})"
 
 
 def _result(answers: Generator[Any, None, T]) -> T:
