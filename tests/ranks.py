@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.tensor", "transformers", "rank_scenarios"]
+PRELOAD = ["torch", "torch.distributed.tensor", "transformers", "rank_scenarios", "rank_disorder"]
 HANGS_S = 40.0
 
 

@@ -1,7 +1,7 @@
 """What the ranks of a tensor-parallel model must have in common when they begin a public call.
 
 Each says what it was called with, in digests, before anything is computed: a rank that is elsewhere in its script, that
-still changes the weights, or that was given other inputs would otherwise get answers that are not its own, or spoil all.
+still changes the weights, or was given other inputs, would otherwise get answers that are not its own, or spoil all.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ class Driver(Team):
         self._section = 0
         self._inside = False
         self._grace = GRACE_S
-        self._arrived: dict[int, dict[int, Terms]] = {rank: {} for rank in orders}  # by rank and call
+        # by rank and call; None: it came and has not waited
+        self._arrived: dict[int, dict[int, Terms | None]] = {rank: {} for rank in orders}
         self._settled = dict.fromkeys(orders, 0)  # by rank: the section up to which it owes nothing
         self._replies: dict[int, tuple[int, Any]] = {}  # by rank: the newest one, and its section
         self._failures: dict[int, tuple[int, Exception, float]] = {}  # by rank: section, error, and until when it waits
@@ -103,9 +104,10 @@ class Driver(Team):
             raise RankError(f"{ranks(late())} did not call {terms.what}: every rank has to make the same calls.")
         self.check()
         found = {rank: calls.pop(call) for rank, calls in self._arrived.items()}
-        conflict = next((said for rank, other in found.items() if (said := terms.conflict(rank, other))), None)
-        if conflict is not None:
-            raise RankError(conflict)
+        for rank, other in found.items():
+            conflict = terms.conflict(rank, other) if other else f"Rank {rank} has not waited with {terms.what}."
+            if conflict is not None:
+                raise RankError(conflict)
         self.answer("begun", call, terms.random)
 
     def answer(self, kind: str, call: int, value: Any, random: Any = None) -> None:
@@ -203,7 +205,7 @@ class Driver(Team):
 
     def _hear(self, rank: int, kind: str, number: int, content: Any) -> None:
         with self._changed:
-            if kind == "arrived":
+            if kind in ("arrived", "left"):
                 self._arrived[rank][number] = content
             elif kind == "failed":
                 self._failures[rank] = (number, unpacked(content), time.monotonic() + self._grace)

@@ -122,7 +122,7 @@ class Follower(Team):
             self._changed.wait_for(lambda: self.broken or self.ended.get(manager, 0) >= times, timeout)
 
     def _follow(self, call: int, terms: Terms, answers: queue.SimpleQueue[Answer]) -> Generator[Any, None, Any]:
-        same_random = False
+        begun = same_random = False
         try:
             answer: Answer | None = self._first(answers, terms)
             while True:
@@ -132,6 +132,7 @@ class Follower(Team):
                     value = pickle.loads(data)
                 except Exception as error:
                     raise RankError("What rank 0 answered cannot be read here.") from error
+                begun = True
                 if kind == "begun":
                     same_random = value == terms.random
                 elif kind == "item":
@@ -144,6 +145,8 @@ class Follower(Team):
                     return value
                 answer = self._next(answers)
         finally:
+            if not begun:
+                self._send("left", call, None)  # this rank may be anywhere when the driver comes to it
             with self._changed:
                 self._answers.pop(call, None)
 

@@ -206,7 +206,11 @@ class FollowingManager:
             f"model.generate_batch on every rank."
         )
 
-    submit = pause = stats = trace = _refuse
+    submit = stats = trace = _refuse
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Not for several ranks."""
+        return _no_pause()
 
 
 @dataclass(frozen=True)
@@ -249,6 +253,13 @@ def _moved(terms: Terms) -> torch.Tensor | None:
     return torch.get_rng_state() if random_digest() != terms.random else None
 
 
+def _no_pause() -> AbstractContextManager[None]:
+    raise RankError(
+        "pause() is for models of one process: nobody would tell the other ranks when it begins and ends. Change the "
+        "weights of a tensor-parallel model between calls, on every rank."
+    )
+
+
 def _terms(team: Driver | Follower, model: PreTrainedModel, what: str, inputs: Any, options: Any) -> Terms:
     return terms_of(model, f"{what} of {type(model).__name__} ({team.number_of(model)})", inputs, options)
 
@@ -258,6 +269,7 @@ def _introduce(team: Driver | Follower, manager: ContinuousBatchingManager) -> t
     assert isinstance(team, Driver)
     number = _numbers.get(manager)
     if number is None:
+        manager.pause = _no_pause  # type: ignore[method-assign]
         number = _numbers[manager] = team.next_manager()
         deliver = manager._deliver
 
