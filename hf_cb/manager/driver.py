@@ -165,7 +165,7 @@ class Driver(Team):
             raise
         if late:
             self._break(f"Rank 0 failed ({describe(error)}) while {ranks(late)} went on.")
-        if self.broken is not None:
+        if self.broken is not None and isinstance(error, Exception):  # an interrupt stays one
             raise RankError(f"{self.broken} {RESTART}") from error
 
     def _unsettled(self, number: int) -> list[int]:

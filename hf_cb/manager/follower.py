@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import pickle
 import queue
 import socket
@@ -182,8 +181,6 @@ class Follower(Team):
 
     def _leave(self) -> None:
         """The process ends: the driver is told, and a thread in the middle of a forward is waited for."""
-        if os.getpid() != self.pid:
-            return  # a forked process ends
         for each in self._sockets:
             try:
                 each.shutdown(socket.SHUT_RDWR)
