@@ -18,6 +18,7 @@ from rank_scenarios import PROMPTS, TINY, load, tokens
 from tiny_models import generate_alone, greedy
 from torch import distributed
 
+import hf_cb
 from hf_cb import EngineConfig
 from hf_cb.manager import meeting, team
 from hf_cb.manager.driver import Driver
@@ -30,7 +31,7 @@ def said(call: Callable[[], Any]) -> str:
     """The error that a call ends with."""
     try:
         return f"no error, but {call()!r}"
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         return f"{type(error).__name__}: {error}"
 
 
@@ -146,6 +147,21 @@ def fails(rank: int, folder: str, where: str) -> dict[str, Any]:
     errors = [said(lambda: tokens(model.generate_batch(PROMPTS, greedy(100), persistent_manager=True)))]
     errors += [said(lambda: tokens(model.generate_batch(PROMPTS, greedy(), persistent_manager=True)))]
     return {"errors": errors, "seconds": time.monotonic() - began}
+
+
+def ends_in_a_probe(rank: int, folder: str, how: str) -> dict[str, str]:
+    """While a model is looked at for the first time, rank 1 dies, or somebody presses Ctrl-C on rank 0."""
+    model = load(folder)
+
+    def end(*_: Any) -> None:
+        if how == "dies":
+            os._exit(1)
+        raise KeyboardInterrupt
+
+    if rank == (how == "dies"):
+        model.model.layers[1].mlp.register_forward_pre_hook(end)
+    seen = {"first": said(lambda: model.generate_batch(PROMPTS[:2], greedy()))}
+    return seen | {"explained": said(lambda: hf_cb.explain(model))}
 
 
 def forks(rank: int, folder: str) -> dict[str, Any]:

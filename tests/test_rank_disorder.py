@@ -81,6 +81,21 @@ def test_a_rank_that_fails_alone_computes_nothing_more(folder: str, where: str) 
         assert of_rank["seconds"] < 15
 
 
+def test_a_rank_that_dies_in_a_probe_says_nothing_about_the_model(folder: str) -> None:
+    driver, follower = run_ranks(rank_disorder.ends_in_a_probe, folder, "dies")
+    assert follower.died
+    assert driver.value["first"].startswith("RankError: Rank 1 is gone")
+    assert driver.value["explained"].startswith("RankError: Rank 1 is gone")
+
+
+def test_an_interrupt_in_a_probe_stays_one(folder: str) -> None:
+    driver, follower = values(run_ranks(rank_disorder.ends_in_a_probe, folder, "interrupt"))
+    assert driver["first"].startswith("KeyboardInterrupt")
+    assert follower["first"].startswith("RankError: Rank 0 has left generate_batch")
+    for of_rank in (driver, follower):
+        assert "RankError: Rank 0 failed (KeyboardInterrupt: ) while rank 1 went on" in of_rank["explained"]
+
+
 def test_processes_forked_from_a_rank(folder: str, want: list[list[int]]) -> None:
     driver, follower = run_ranks(rank_disorder.forks, folder)
     assert follower.died
