@@ -58,6 +58,13 @@ def run_ranks(function: Callable[..., Any], *args: Any, size: int = 2, timeout: 
     return outcomes
 
 
+def values(outcomes: list[Outcome]) -> list[Any]:
+    """What the ranks returned, none of which has died or raised."""
+    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
+    assert not any(outcome.died for outcome in outcomes)
+    return [outcome.value for outcome in outcomes]
+
+
 def _rank(
     function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, port: int, sender: Connection
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import rank_disorder
 import torch
 from rank_scenarios import PROMPTS
-from ranks import Outcome, run_ranks
+from ranks import run_ranks, values
 from tiny_models import generate_alone, greedy, make_model
 from torch import distributed
 
@@ -31,11 +31,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def want() -> list[list[int]]:
     model = make_model("Llama")
     return [generate_alone(model, prompt, greedy()) for prompt in PROMPTS]
-
-
-def values(outcomes: list[Outcome]) -> list[Any]:
-    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
-    return [outcome.value for outcome in outcomes]
 
 
 def test_calls_that_the_ranks_make_differently_are_refused_on_all_of_them(

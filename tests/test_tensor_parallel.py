@@ -10,7 +10,7 @@ import rank_scenarios
 import torch
 import transformers
 from rank_scenarios import PROMPTS
-from ranks import Outcome, run_ranks
+from ranks import run_ranks, values
 from tiny_models import SHAPE, generate_alone, greedy, make_model
 from torch import distributed
 
@@ -44,11 +44,6 @@ def folders(folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
 def want() -> list[list[int]]:
     model = make_model("Llama")
     return [generate_alone(model, prompt, greedy()) for prompt in PROMPTS]
-
-
-def values(outcomes: list[Outcome]) -> list[Any]:
-    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
-    return [outcome.value for outcome in outcomes]
 
 
 @pytest.fixture(scope="module")

@@ -117,7 +117,8 @@ def _digest_of_model(model: PreTrainedModel) -> bytes:
     known = _models.get(model)
     if known is None:
         config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
-        found = hashlib.sha256(f"{type(model).__name__} {config}".encode())
+        found = hashlib.sha256()
+        _add(found, (type(model).__name__, config))
         small = [p for p in model.parameters() if p.dim() == 1 and is_whole(p)]
         for parameter in small[:1] + small[-1:]:
             found.update(parameter.detach().float().cpu().numpy().tobytes())
