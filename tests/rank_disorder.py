@@ -182,7 +182,7 @@ def forks(rank: int, folder: str) -> dict[str, Any]:
     seen["child"] = results.get()
     process.join()
     seen["after"] = tokens(model.generate_batch(PROMPTS[:2], greedy(), persistent_manager=True))
-    staying = context.Process(target=time.sleep, args=(8,))
+    staying = context.Process(target=time.sleep, args=(5,))
     staying.start()
     if rank == 1:
         time.sleep(0.5)
