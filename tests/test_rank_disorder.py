@@ -47,7 +47,7 @@ def test_calls_that_the_ranks_make_differently_are_refused_on_all_of_them(
         assert f"with other {kind} than rank 0" in driver[kind]
     assert "Rank 1 calls stream_batch" in driver["calls"] and "rank 0 calls iterate_batch" in driver["calls"]
     assert "on another model than rank 0" in driver["models"]
-    assert "rank 1 did not call generate_batch" in driver["alone"] and driver["alone"] == follower["alone"]
+    assert "Rank 1 did not call generate_batch" in driver["alone"] and driver["alone"] == follower["alone"]
     assert "Rank 0 did not call generate_batch" in follower["alone too"]
     assert "Rank 1 has not waited with generate_batch" in driver["alone too"]
     for of_rank in (driver, follower):

@@ -101,7 +101,9 @@ class Driver(Team):
                 return bool(self._changed.wait_for(lambda: self.broken or not late(), timeout))
 
         if not wait_patiently(all_here, lambda: f"Rank 0 waits for {ranks(late())} to call {terms.what}."):
-            raise RankError(f"{ranks(late())} did not call {terms.what}: every rank has to make the same calls.")
+            raise RankError(
+                f"{ranks(late()).capitalize()} did not call {terms.what}: every rank has to make the same calls."
+            )
         self.check()
         found = {rank: calls.pop(call) for rank, calls in self._arrived.items()}
         for rank, other in found.items():

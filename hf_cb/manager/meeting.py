@@ -94,7 +94,7 @@ def _gather(group: Any, store: Any, size: int) -> Driver:
                 store.delete_key("driver")
                 found = {rank for rank in range(1, size) if all(rank in of_kind for of_kind in connections.values())}
                 lost = sorted(set(range(1, size)) - found)
-                raise RankError(f"{ranks(lost)} did not connect to {host} within {CONNECT_S:g} s.")
+                raise RankError(f"{ranks(lost).capitalize()} did not connect to {host} within {CONNECT_S:g} s.")
             try:
                 peer, _ = listener.accept()
             except TimeoutError:
