@@ -164,6 +164,15 @@ def ends_in_a_probe(rank: int, folder: str, how: str) -> dict[str, str]:
     return seen | {"explained": said(lambda: hf_cb.explain(model))}
 
 
+def dies_before_they_meet(rank: int, folder: str) -> str:
+    """Rank 0, which has the store."""
+    model = load(folder)
+    if rank == 0:
+        os._exit(1)
+    time.sleep(0.5)
+    return said(lambda: model.generate_batch(PROMPTS[:2], greedy()))
+
+
 def forks(rank: int, folder: str) -> dict[str, Any]:
     """Processes that are forked from a rank come and go, as a DataLoader's do."""
     model = load(folder)

@@ -81,6 +81,12 @@ def test_a_rank_that_dies_in_a_probe_says_nothing_about_the_model(folder: str) -
     assert driver.value["explained"].startswith("RankError: Rank 1 is gone")
 
 
+def test_the_rank_with_the_store_dies_before_they_have_met(folder: str) -> None:
+    driver, follower = run_ranks(rank_disorder.dies_before_they_meet, folder)
+    assert driver.died
+    assert follower.value.startswith("RankError: The ranks cannot reach each other")
+
+
 def test_an_interrupt_in_a_probe_stays_one(folder: str) -> None:
     driver, follower = values(run_ranks(rank_disorder.ends_in_a_probe, folder, "interrupt"))
     assert driver["first"].startswith("KeyboardInterrupt")

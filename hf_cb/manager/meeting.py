@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import distributed
 
-from hf_cb.errors import RankError
+from hf_cb.errors import RankError, describe
 from hf_cb.manager.driver import Driver
 from hf_cb.manager.follower import Follower
 from hf_cb.manager.obeying import Obeying
@@ -69,8 +69,11 @@ def _meet(group: Any) -> Driver | Follower:
     store = distributed.PrefixStore(
         f"hf_cb/{name}/{_meetings[name]}", distributed.distributed_c10d._get_default_store()
     )
-    store.set(f"host/{rank}", socket.gethostname())
-    team = _gather(group, store, size) if rank == 0 else _join(group, store, rank)
+    try:
+        store.set(f"host/{rank}", socket.gethostname())
+        team = _gather(group, store, size) if rank == 0 else _join(group, store, rank)
+    except (distributed.DistError, OSError) as error:  # of the store, if the process that has it is gone
+        raise RankError(f"The ranks cannot reach each other ({describe(error)}).") from error
     _meetings[name] += 1  # now: one that has failed is tried again by all in the same place
     return team
 
