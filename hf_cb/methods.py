@@ -81,7 +81,8 @@ def generate_batch(
         batch.persistent = persistent_manager
         return calls.generate_batch(batch, record_timestamps=record_timestamps, progress_bar=progress_bar)
 
-    return following.shared(self, "generate_batch", call)
+    options = (generation_config, continuous_batching_config, generation_kwargs)
+    return following.shared(self, "generate_batch", call, inputs=inputs, options=options)
 
 
 def stream_batch(
@@ -96,7 +97,8 @@ def stream_batch(
 ) -> Generator[Delta]:
     """Tokens and text of many prompts as they come; arguments as for `generate_batch`."""
     given = (settings, self, inputs, generation_config, continuous_batching_config, tokenizer, generation_kwargs)
-    return following.shared_stream(self, "stream_batch", lambda: calls.stream_batch(_batch(*given)))
+    options = (generation_config, continuous_batching_config, generation_kwargs)
+    return following.shared_stream(self, "stream_batch", lambda: calls.stream_batch(_batch(*given)), inputs, options)
 
 
 def iterate_batch(
@@ -111,7 +113,8 @@ def iterate_batch(
 ) -> Generator[GenerationOutput]:
     """Whole results as each finishes (see their `index`); arguments as for `generate_batch`. Inputs may be endless."""
     given = (settings, self, inputs, generation_config, continuous_batching_config, tokenizer, generation_kwargs)
-    return following.shared_stream(self, "iterate_batch", lambda: calls.iterate_batch(_batch(*given)))
+    options = (generation_config, continuous_batching_config, generation_kwargs)
+    return following.shared_stream(self, "iterate_batch", lambda: calls.iterate_batch(_batch(*given)), inputs, options)
 
 
 def init_continuous_batching(
@@ -129,7 +132,8 @@ def init_continuous_batching(
         config = settings.config_of(continuous_batching_config, generation_config)
         return session.get_manager(self, config, settings.tokenizer_of(self, tokenizer), generation_config)
 
-    return following.shared_manager(self, "init_continuous_batching", call)
+    options = (generation_config, continuous_batching_config)
+    return following.shared_manager(self, "init_continuous_batching", call, options)
 
 
 def continuous_batching_context_manager(
@@ -162,7 +166,8 @@ def continuous_batching_context_manager(
             warmup=warmup,
         )
 
-    return following.shared_session(self, "continuous_batching_context_manager", call)
+    options = (generation_config, continuous_batching_config, persistent_manager)
+    return following.shared_session(self, "continuous_batching_context_manager", call, options)
 
 
 def destroy_cached_continuous_batching_manager(settings: Settings, self: Any) -> None:

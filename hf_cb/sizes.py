@@ -115,6 +115,11 @@ def resolve(config: EngineConfig, around: Surroundings) -> ResolvedConfig:
         raise OptionError(f"cuda_graphs=True needs a model on CUDA, and this one is on {around.device_type}: leave it.")
     if config.cpu_offload_space and on_cpu:
         raise OptionError("cpu_offload_space is for a model on a GPU: this one's KV cache is in the host's memory.")
+    if config.cpu_offload_space and around.state_bytes:
+        raise OptionError(
+            "cpu_offload_space keeps the KV blocks of requests that give way, and this model has layers with a state "
+            "besides: such requests are computed again. Leave it unset."
+        )
     return ResolvedConfig(
         block_size=block_size,
         num_blocks=int(num_blocks),

@@ -18,7 +18,7 @@ import hf_cb
 from hf_cb import EngineConfig, OptionError
 from hf_cb.attention import interception
 from hf_cb.errors import RankError
-from hf_cb.manager import driver, meeting
+from hf_cb.manager import driver, team
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -55,8 +55,7 @@ def answers(rank: int, folder: str) -> dict[str, Any]:
     told = model.generate_batch(PROMPTS, greedy(), CHUNKED, logprobs=2, prompt_logprobs=1, output_logits=True)
     seen["prompt_logprobs"] = [r.prompt_logprobs for r in told.values()]
     seen["logits"] = [[row.tolist() for row in r.logits] for r in told.values()]
-    # the driver's prompts win
-    seen["own prompts"] = tokens(model.generate_batch(PROMPTS[rank : rank + 2], greedy()))
+    seen["left to rank 0"] = tokens(model.generate_batch(PROMPTS[:2] if rank == 0 else None, greedy()))
     seen["stream"] = list(model.stream_batch(PROMPTS[:3], greedy()))
     seen["iterated"] = {result.index: result.generated_tokens for result in model.iterate_batch(PROMPTS, greedy())}
     seen["training"] = model.training
@@ -194,7 +193,7 @@ def dies_while_others_wait(rank: int, folder: str) -> bool:
 def alone(rank: int, folder: str) -> str:
     """Rank 0 makes a call that nobody else makes."""
     model = load(folder)
-    meeting.MEET_S = 1.0
+    team.LATE_S = 1.0
     if rank == 1:
         return ""
     try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.tensor", "transformers", "rank_scenarios"]
+PRELOAD = ["torch", "torch.distributed.tensor", "transformers", "rank_scenarios", "rank_disorder"]
 HANGS_S = 40.0
 
 
@@ -56,6 +56,13 @@ def run_ranks(function: Callable[..., Any], *args: Any, size: int = 2, timeout: 
         for process in processes:
             process.kill()
     return outcomes
+
+
+def values(outcomes: list[Outcome]) -> list[Any]:
+    """What the ranks returned, none of which has died or raised."""
+    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
+    assert not any(outcome.died for outcome in outcomes)
+    return [outcome.value for outcome in outcomes]
 
 
 def _rank(

@@ -101,6 +101,8 @@ def test_a_backend_by_name_needs_the_paged_path() -> None:
     model = transformers.BloomForCausalLM(transformers.BloomConfig(**SHAPE, n_layer=2, n_head=4)).eval()
     with pytest.raises(ValueError, match="attention='reference' needs the paged path.*BloomForCausalLM.*dense"):
         model.generate_batch(make_prompts([3]), greedy(2), EngineConfig(attention="reference"))
+    with pytest.raises(ValueError, match="cpu_offload_space=1000000 needs the paged path"):
+        model.generate_batch(make_prompts([3]), greedy(2), EngineConfig(cpu_offload_space="1MB"))
 
 
 def test_an_unknown_mask_keeps_a_model_off_the_paged_path(llama, monkeypatch) -> None:

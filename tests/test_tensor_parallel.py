@@ -10,7 +10,7 @@ import rank_scenarios
 import torch
 import transformers
 from rank_scenarios import PROMPTS
-from ranks import Outcome, run_ranks
+from ranks import run_ranks, values
 from tiny_models import SHAPE, generate_alone, greedy, make_model
 from torch import distributed
 
@@ -44,11 +44,6 @@ def folders(folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
 def want() -> list[list[int]]:
     model = make_model("Llama")
     return [generate_alone(model, prompt, greedy()) for prompt in PROMPTS]
-
-
-def values(outcomes: list[Outcome]) -> list[Any]:
-    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
-    return [outcome.value for outcome in outcomes]
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +88,8 @@ def test_the_driver_samples_as_ever(seen) -> None:
     hf_cb.restore(model)
 
 
-def test_the_drivers_prompts_win(seen, want) -> None:
-    assert seen[1]["own prompts"] == want[:2]
+def test_prompts_may_be_left_to_the_driver(seen, want) -> None:
+    assert seen[1]["left to rank 0"] == want[:2]
 
 
 def test_streams_come_on_every_rank(seen, want) -> None:
@@ -190,10 +185,10 @@ def test_who_waits_for_a_manager_is_woken_when_its_rank_dies(folder) -> None:
 
 def test_a_rank_that_does_not_come(folder) -> None:
     driver, _ = run_ranks(rank_scenarios.alone, folder)
-    assert "[1] have not come within 1 s" in driver.value
+    assert "[1] did not come" in driver.value
 
 
 def test_ranks_that_are_out_of_step_are_told(folder) -> None:
     driver, follower = values(run_ranks(rank_scenarios.out_of_step, folder))
-    assert driver == str(len(PROMPTS))
-    assert "Rank 1 calls explain" in follower and "rank 0 calls generate_batch" in follower
+    assert driver == follower
+    assert "Rank 1 calls explain" in driver and "rank 0 calls generate_batch" in driver

@@ -32,9 +32,9 @@ def plan_engine(model: PreTrainedModel, options: EngineConfig, need: Need | None
     check_supported(model)
     with in_eval(model), without_autocast(device_of(model)):
         verdict = judge(model)
-        for name in ("attention", "kv_dtype"):
+        for name in ("attention", "kv_dtype", "cpu_offload_space"):
             value = getattr(options, name)
-            if verdict.path != "paged" and value is not None:
+            if verdict.path != "paged" and value not in (None, 0):
                 raise OptionError(
                     f"{name}={value!r} needs the paged path, and {type(model).__name__} takes the {verdict.path} path: "
                     f"{verdict.reason}. Leave {name} unset."

@@ -27,7 +27,7 @@ logger = logging.getLogger("hf_cb")
 class TransformersCalls:
     """Mixed into the manager, which has the rest."""
 
-    is_tp_driver = True  # as transformers says it; `following.FollowingManager` is for the other ranks
+    is_tp_driver = True  # as transformers says it; `following_manager.FollowingManager` is for the other ranks
     router: Router
     loop: EngineLoop
     tokenizer: Any

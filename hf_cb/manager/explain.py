@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hf_cb.config import EngineConfig
-from hf_cb.errors import HfCbError
+from hf_cb.errors import HfCbError, RankError
 from hf_cb.manager.build import plan_engine
 from hf_cb.manager.training_mode import in_eval
 from hf_cb.models.plan import ModelPlan
@@ -45,6 +45,8 @@ def explain(model: PreTrainedModel, options: EngineConfig) -> Explanation:
     name = type(model).__name__
     try:
         verdict, plan = plan_engine(model, options)
+    except RankError:
+        raise  # says nothing about the model
     except HfCbError as refusal:
         return Explanation(name, "refused", str(refusal))
     modules = _modules(model, options, plan)

@@ -63,8 +63,8 @@ def build_path(
             inner = paths.make_runner(path, model, plan, modules)
             section.replies()
         except BaseException:
-            driver.dropped.append(section.number)
+            driver.drop(section.number)
             raise
     runner = LeadingRunner(inner, driver.section, section.number, driver.group)
-    weakref.finalize(runner, driver.dropped.append, section.number).atexit = False
+    weakref.finalize(runner, driver.drop, section.number).atexit = False
     return Engine(runner, plan.config, policy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,7 @@ class ContinuousBatchingManager(Showing, TransformersCalls, Recordable):
         self._seeds = seed_sequence(self.config.seed)
         self.registry = Registry(self.config.max_queue_size)
         self.metrics = Metrics()
+        self.on_end: Callable[[], None] | None = None  # called in the loop's thread each time that it ends
 
     # ----------------------------------------------------------------------------------------------------- submitting
 
@@ -261,3 +263,5 @@ class ContinuousBatchingManager(Showing, TransformersCalls, Recordable):
         self.router.deliver(updates, error)
         if error is not None:
             self.router.queue.close()
+            if self.on_end is not None:
+                self.on_end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
 import threading
@@ -14,16 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import distributed
 
-from hf_cb.errors import RankError
+from hf_cb.errors import RankError, describe
 from hf_cb.manager.driver import Driver
 from hf_cb.manager.follower import Follower
 from hf_cb.manager.obeying import Obeying
+from hf_cb.manager.team import ranks, wait_patiently
 from hf_cb.models.sharding import tp_group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MEET_S = 1800.0  # for all ranks to make their first call
+CONNECT_S = 60.0  # for those that have come to connect
 HELLO_S = 10.0  # for a connection to say who it is
 POLL_S = 0.02
 _KINDS = ("orders", "news")
@@ -46,6 +48,8 @@ def team_of(model: PreTrainedModel) -> Driver | Follower | None:
         team = _teams.get(group.group_name)
         if team is None or team.group is not group:
             team = _teams[group.group_name] = _meet(group)
+    if team.pid != os.getpid():
+        raise RankError(f"This process was forked from rank {team.rank}'s, and the others do not know it.")
     team.number_of(model)
     return team
 
@@ -62,22 +66,24 @@ def _meet(group: Any) -> Driver | Follower:
     """The store through which the processes have found each other tells the driver's address."""
     rank, size = distributed.get_rank(group), distributed.get_world_size(group)
     name = "-".join(map(str, distributed.get_process_group_ranks(group)))
-    _meetings[name] += 1
     store = distributed.PrefixStore(
         f"hf_cb/{name}/{_meetings[name]}", distributed.distributed_c10d._get_default_store()
     )
-    store.set(f"host/{rank}", socket.gethostname())
-    return _gather(group, store, size) if rank == 0 else _join(group, store, rank)
+    try:
+        store.set(f"host/{rank}", socket.gethostname())
+        team = _gather(group, store, size) if rank == 0 else _join(group, store, rank)
+    except (distributed.DistError, OSError) as error:  # of the store, if the process that has it is gone
+        raise RankError(f"The ranks cannot reach each other ({describe(error)}).") from error
+    _meetings[name] += 1  # now: one that has failed is tried again by all in the same place
+    return team
 
 
 def _gather(group: Any, store: Any, size: int) -> Driver:
     def missing() -> list[int]:
         return [rank for rank in range(size) if not store.check([f"host/{rank}"])]
 
-    if not _wait(lambda: not missing()):
-        raise RankError(
-            f"Of {size} ranks, {missing()} have not come within {MEET_S:g} s: every rank has to make the same calls."
-        )
+    if not _wait(lambda: not missing(), lambda: f"Rank 0 waits for {ranks(missing())} of {size}."):
+        raise RankError(f"Of {size} ranks, {missing()} did not come: every rank has to make the same calls.")
     hosts = {store.get(f"host/{rank}") for rank in range(size)}
     host = "127.0.0.1" if len(hosts) == 1 else socket.gethostname()
     token = secrets.token_bytes(32)
@@ -85,10 +91,13 @@ def _gather(group: Any, store: Any, size: int) -> Driver:
     with _listener(host) as listener:
         listener.settimeout(1.0)
         store.set("driver", json.dumps([host, listener.getsockname()[1], token.hex()]))
-        end = time.monotonic() + MEET_S
+        end = time.monotonic() + CONNECT_S
         while any(len(found) < size - 1 for found in connections.values()):
             if time.monotonic() > end:
-                raise RankError(f"Some of {size} ranks could not connect to {host} within {MEET_S:g} s.")
+                store.delete_key("driver")
+                found = {rank for rank in range(1, size) if all(rank in of_kind for of_kind in connections.values())}
+                lost = sorted(set(range(1, size)) - found)
+                raise RankError(f"{ranks(lost).capitalize()} did not connect to {host} within {CONNECT_S:g} s.")
             try:
                 peer, _ = listener.accept()
             except TimeoutError:
@@ -101,12 +110,12 @@ def _gather(group: Any, store: Any, size: int) -> Driver:
 
 
 def _join(group: Any, store: Any, rank: int) -> Follower:
-    if not _wait(lambda: store.check(["driver"])):
-        raise RankError(f"Rank 0 has not come within {MEET_S:g} s: every rank has to make the same calls.")
+    if not _wait(lambda: store.check(["driver"]), lambda: f"Rank {rank} waits for rank 0."):
+        raise RankError("Rank 0 did not come: every rank has to make the same calls.")
     host, port, token = json.loads(store.get("driver"))
     sockets: dict[str, socket.socket] = {}
     for kind in _KINDS:
-        peer = socket.create_connection((host, port), timeout=MEET_S)
+        peer = socket.create_connection((host, port), timeout=CONNECT_S)
         peer.settimeout(None)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello = Connection(peer.dup().detach())
@@ -115,14 +124,16 @@ def _join(group: Any, store: Any, rank: int) -> Follower:
     return Follower(group, rank, sockets["orders"], sockets["news"], Obeying)
 
 
-def _wait(condition: Callable[[], bool]) -> bool:
+def _wait(condition: Callable[[], bool], describe_wait: Callable[[], str]) -> bool:
     """Whether it has become true in time. Interrupts come through, as they would not inside of the store."""
-    end = time.monotonic() + MEET_S
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(POLL_S)
-    return True
+
+    def becomes_true(timeout: float) -> bool:
+        end = time.monotonic() + timeout
+        while not (true := condition()) and time.monotonic() < end:
+            time.sleep(POLL_S)
+        return true
+
+    return wait_patiently(becomes_true, describe_wait)
 
 
 def _listener(host: str) -> socket.socket:

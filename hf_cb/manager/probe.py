@@ -22,7 +22,7 @@ from hf_cb.config import EngineConfig
 from hf_cb.core import Request, SamplingParams
 from hf_cb.engine.engine import Engine
 from hf_cb.engine.sampler import Sampled
-from hf_cb.errors import HfCbError, UnsupportedModelError
+from hf_cb.errors import HfCbError, RankError, UnsupportedModelError
 from hf_cb.manager.leading import build_path, plan_path
 from hf_cb.manager.openmp import single_threaded
 from hf_cb.manager.paths import PATHS
@@ -149,7 +149,7 @@ def _first_right(
         try:
             engine = _build(path, model)
             got = _run(engine, prompts, new_tokens, forced).seen
-        except (MemoryError, torch.OutOfMemoryError):
+        except (MemoryError, torch.OutOfMemoryError, RankError):
             raise  # says nothing about the path
         except Exception as error:
             said = str(error) if isinstance(error, HfCbError) else f"it ends with {type(error).__name__}: {error}"
@@ -183,7 +183,7 @@ def _alone(model: PreTrainedModel, prompts: dict[str, list[int]], new_tokens: in
     for request_id, prompt in prompts.items():
         try:
             want |= _run(_build("single", _small_copy(model) or model), {request_id: prompt}, new_tokens).seen
-        except (MemoryError, torch.OutOfMemoryError):
+        except (MemoryError, torch.OutOfMemoryError, RankError):
             raise
         except Exception as error:
             why = f"{type(error).__name__}: {error}"

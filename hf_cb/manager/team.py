@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import pickle
 import threading
 import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +32,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hf_cb")
 
 CUT_TAG = 0x6862  # of a message that nobody sends
+RESTART = "The processes have to be started again."
+NOTICE_S = 10.0  # who waits for other ranks for so long says so
+LATE_S = 1800.0  # and gives up after so long, as PyTorch's collectives do
+
+_teams: weakref.WeakSet[Team] = weakref.WeakSet()
 
 
 class Team:
@@ -43,10 +51,12 @@ class Team:
         self.group = group
         self.rank = rank
         self.size = distributed.get_world_size(group)
+        self.pid = os.getpid()
         self.broken: str | None = None  # why nothing can go on
         self._changed = threading.Condition()
         self._models: list[weakref.ref[PreTrainedModel]] = []
         self._calls = 0
+        _teams.add(self)
 
     def number_of(self, model: PreTrainedModel) -> int:
         """The model's number, the same on every rank: they come in the same order everywhere."""
@@ -67,7 +77,11 @@ class Team:
     def check(self) -> None:
         """Raises RankError if nothing can go on."""
         if self.broken is not None:
-            raise RankError(f"{self.broken} The processes have to be started again.")
+            raise RankError(f"{self.broken} {RESTART}")
+
+    def _connections(self) -> Iterable[Any]:
+        """All that lead to other ranks, to be closed."""
+        raise NotImplementedError
 
     def _note_broken(self, reason: str) -> bool:
         """Whether this is news."""
@@ -77,6 +91,62 @@ class Team:
             self.broken = reason
             self._changed.notify_all()
             return True
+
+
+def _close_all() -> None:
+    """In a forked process: as long as that had them open, nobody would notice that the rank itself is gone."""
+    for team in list(_teams):
+        for connection in team._connections():
+            connection.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_all)
+
+
+class Outbox:
+    """Messages to other ranks, sent in their order by whichever thread is there.
+
+    A garbage collection may post one in the middle of another's sending, in the same thread: so nobody waits for who is
+    sending, and who is sends what the others have left.
+    """
+
+    def __init__(self, connections: Mapping[int, Connection]) -> None:
+        self.connections = dict(connections)
+        self._pid = os.getpid()
+        self._left: deque[bytes] = deque()
+        self._lock = threading.Lock()
+
+    def post(self, data: bytes) -> list[int]:
+        """The ranks that have turned out to be gone. If it raises, it was interrupted, and perhaps half of a message is
+        sent. A forked process sends nothing."""
+        self._left.append(data)
+        gone = []
+        while self._left and not self._lock.locked() and os.getpid() == self._pid:
+            with self._lock:  # entered like this, an interrupt cannot leave it locked
+                while self._left:
+                    data = self._left.popleft()
+                    gone += [rank for rank, each in self.connections.items() if not _sent(each, data)]
+        return gone
+
+
+def _sent(connection: Connection, data: bytes) -> bool:
+    """Whether there was somebody to send it to."""
+    try:
+        connection.send_bytes(data)
+    except OSError:
+        return False
+    return True
+
+
+def wait_patiently(condition: Callable[[float], bool], describe_wait: Callable[[], str]) -> bool:
+    """Whether `condition`, which waits for at most so many seconds, becomes true within LATE_S; says so if that takes
+    long."""
+    if condition(min(NOTICE_S, LATE_S)):
+        return True
+    if LATE_S > NOTICE_S:
+        logger.warning("%s It gives up after %g s.", describe_wait(), LATE_S)
+    return condition(max(0.0, LATE_S - NOTICE_S))
 
 
 def cut(group: Any, waiting: bool) -> None:
@@ -108,10 +178,21 @@ def portable(error: BaseException) -> Exception:
     return RankError(describe(error))
 
 
-def send(connection: Connection, message: object) -> bool:
-    """Whether there was somebody to send it to."""
+def packed(error: BaseException) -> tuple[str, bytes]:
+    """An error as it travels to another process."""
+    return describe(error), pickle.dumps(portable(error))
+
+
+def unpacked(travelled: tuple[str, bytes]) -> Exception:
+    """The error, or, where what it is made of cannot be found here, one that says the same."""
+    said, data = travelled
     try:
-        connection.send(message)
-    except OSError:
-        return False
-    return True
+        error = pickle.loads(data)
+    except Exception:
+        return RankError(said)
+    return error if isinstance(error, Exception) else RankError(said)
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """In words."""
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -24,7 +24,12 @@ def tp_group(model: PreTrainedModel) -> Any:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether any weight is a DTensor, so that plain kernels cannot take it."""
-    return any(_mesh_of(parameter) is not None for parameter in model.parameters())
+    return not all(map(is_whole, model.parameters()))
+
+
+def is_whole(parameter: nn.Parameter) -> bool:
+    """Whether each process has all of a weight."""
+    return _mesh_of(parameter) is None
 
 
 def check_sharding(model: PreTrainedModel) -> None:

@@ -127,5 +127,7 @@ def test_sizes() -> None:
     assert resolve(EngineConfig(cpu_offload_space=0), around).host_blocks == 0
     with pytest.raises(OptionError, match="cpu_offload_space is for a model on a GPU"):
         resolve(EngineConfig(cpu_offload_space="1MB"), replace(around, device_type="cpu"))
+    with pytest.raises(OptionError, match="cpu_offload_space .* layers with a state"):
+        resolve(EngineConfig(cpu_offload_space="1MB"), replace(around, state_bytes=100))
     with pytest.raises(OptionError, match="cpu_offload_space must be"):
         EngineConfig(cpu_offload_space="much")
