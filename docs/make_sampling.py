@@ -15,9 +15,9 @@ import sampling_examples as examples
 from make_options import described
 
 from hf_cb.core import SamplingParams
-from hf_cb.models import options
-from hf_cb.models.generation import make_recipe
-from hf_cb.models.own_options import OwnOptions
+from hf_cb.options import fields as options
+from hf_cb.options.own import OwnOptions
+from hf_cb.options.recipe import make_recipe
 
 PAGE = Path(__file__).with_name("sampling.md")
 PROMPT = [5, 6, 7, 8, 5, 6]

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from hf_cb.config import EngineConfig
 from hf_cb.core import Delta, GenerationOutput
-from hf_cb.manager import calls, following, kept, session
+from hf_cb.manager import calls, kept, session
 from hf_cb.manager.generating import run as routing
 from hf_cb.manager.generating.call import Call
 from hf_cb.manager.manager import ContinuousBatchingManager
+from hf_cb.manager.ranks import following
 from hf_cb.models.support import check_supported
 from hf_cb.text.media import media_inputs
 

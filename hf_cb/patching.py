@@ -19,12 +19,14 @@ from hf_cb.attention import interception
 from hf_cb.config import EngineConfig
 from hf_cb.errors import IncompatibleTransformersError, OptionError, UnsupportedModelError
 from hf_cb.manager import explain as explaining
-from hf_cb.manager import following, kept
+from hf_cb.manager import kept
 from hf_cb.manager.generating.run import forget_refusal
+from hf_cb.manager.ranks import following
 from hf_cb.methods import METHODS, NEW, Settings, decode
-from hf_cb.models import generation, stack
+from hf_cb.models.fused import stack
 from hf_cb.models.support import check_supported
 from hf_cb.modules.wanted import want
+from hf_cb.options import recipe as generation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -13,8 +13,8 @@ from hf_cb.config import EngineConfig
 from hf_cb.core import Request, SamplingParams
 from hf_cb.engine.device_sampler import DeviceSampler
 from hf_cb.engine.engine import Engine
-from hf_cb.models.captured import CapturedModel
 from hf_cb.models.plan import plan_paged
+from hf_cb.models.recorded.captured import CapturedModel
 
 
 class Harness:

@@ -18,11 +18,11 @@ from hf_cb.config import EngineConfig
 from hf_cb.core import Request, SamplingParams
 from hf_cb.engine.device_sampler import DeviceSampler
 from hf_cb.engine.engine import Engine
-from hf_cb.models import gpu_stack
-from hf_cb.models.capture import cuda_captures
 from hf_cb.models.drawing import draw_by_kernel
-from hf_cb.models.gpu_stack import CapturedFusedModel, FusedModel
+from hf_cb.models.fused import gpu_stack
+from hf_cb.models.fused.gpu_stack import CapturedFusedModel, FusedModel
 from hf_cb.models.plan import plan_paged
+from hf_cb.models.recorded.capture import cuda_captures
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = make_prompts([1, 9])

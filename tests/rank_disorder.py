@@ -20,8 +20,8 @@ from torch import distributed
 
 import hf_cb
 from hf_cb import EngineConfig
-from hf_cb.manager import meeting, team
-from hf_cb.manager.driver import Driver
+from hf_cb.manager.ranks import meeting, team
+from hf_cb.manager.ranks.driver import Driver
 from hf_cb.models import plan
 
 KEPT = EngineConfig(block_size=4)

@@ -18,7 +18,7 @@ import hf_cb
 from hf_cb import EngineConfig, OptionError
 from hf_cb.attention import interception
 from hf_cb.errors import RankError
-from hf_cb.manager import driver, team
+from hf_cb.manager.ranks import driver, team
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_cb.models import capture
-from hf_cb.models.capture import CannotRecordError, CudaCapture, cuda_captures, rehearse
+from hf_cb.models.recorded import capture
+from hf_cb.models.recorded.capture import CannotRecordError, CudaCapture, cuda_captures, rehearse
 
 X, MASK = torch.arange(6.0), torch.arange(6) > 2
 FAR = torch.ones(3, device="meta")

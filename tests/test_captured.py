@@ -15,8 +15,8 @@ from tiny_models import generate_alone, greedy, make_model, make_prompts
 from hf_cb.attention import interception
 from hf_cb.config import EngineConfig
 from hf_cb.core import Request, SamplingParams
-from hf_cb.models.captured import ladder
 from hf_cb.models.plan import Need, plan_paged
+from hf_cb.models.recorded.captured import ladder
 
 PROMPTS = make_prompts([9, 1, 26, 14, 5])
 

@@ -16,8 +16,8 @@ from hf_cb.attention import interception
 from hf_cb.core import Request, SamplingParams
 from hf_cb.engine.device_sampler import DeviceSampler
 from hf_cb.engine.engine import Engine
-from hf_cb.models.captured import ladder
 from hf_cb.models.paged import PagedModel
+from hf_cb.models.recorded.captured import ladder
 from hf_cb.penalties import Penalties
 from hf_cb.warpers import Warpers
 

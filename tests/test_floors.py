@@ -26,7 +26,7 @@ FLOORS = (
     },
     {"attention", "modules", "text", "metrics"},
     {"models"},
-    {"engine"},
+    {"engine", "options"},
     {"manager"},
     {"methods"},
     {"patching", "demo"},

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_cb.attention import interception
 from hf_cb.core import Request, SamplingParams
-from hf_cb.models.captured import ladder
+from hf_cb.models.recorded.captured import ladder
 from hf_cb.modules import merged
 from hf_cb.modules.gpu_decoder import GpuDecoder
 from hf_cb.warpers import Warpers

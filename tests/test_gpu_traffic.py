@@ -22,9 +22,9 @@ from hf_cb.core import Request, SamplingParams, Status
 from hf_cb.engine.device_sampler import DeviceSampler
 from hf_cb.engine.engine import Engine
 from hf_cb.engine.sampler import Sampler
-from hf_cb.models.captured import CapturedModel
 from hf_cb.models.paged import PagedModel
 from hf_cb.models.plan import plan_paged
+from hf_cb.models.recorded.captured import CapturedModel
 from hf_cb.warpers import Warpers
 
 PROMPTS, LONGEST = make_prompts([1, 2, 5, 9, 14, 20, 26]), 24

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_cb
 from hf_cb.attention import interception
-from hf_cb.models import gpu_stack
+from hf_cb.models.fused import gpu_stack
 from hf_cb.modules.merged import Product, merge
 
 pytest.importorskip("triton", reason="triton is not installed")

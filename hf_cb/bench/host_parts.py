@@ -16,8 +16,8 @@ from hf_cb.engine.device_sampler import DeviceSampler
 from hf_cb.engine.sampler import Drawing, Sampled
 from hf_cb.engine.simulation import NoModel, SimulatedClock
 from hf_cb.models.drawing import Settings
-from hf_cb.models.fixed_inputs import FixedInputs
 from hf_cb.models.groups import LayerGroup
+from hf_cb.models.recorded.fixed_inputs import FixedInputs
 from hf_cb.models.sending import to_device
 from hf_cb.steps import Drawn, PlanPart, StepBatch
 from hf_cb.text.stop_strings import StopStrings

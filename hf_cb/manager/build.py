@@ -10,8 +10,8 @@ from hf_cb.config import EngineConfig
 from hf_cb.engine.engine import Engine
 from hf_cb.errors import OptionError, UnsupportedModelError
 from hf_cb.kernels.device import finish
-from hf_cb.manager.leading import build_path, plan_path
 from hf_cb.manager.probe import Verdict, forget_verdict, judge
+from hf_cb.manager.ranks.leading import build_path, plan_path
 from hf_cb.manager.training_mode import in_eval
 from hf_cb.models.device import device_of, without_autocast
 from hf_cb.models.plan import ModelPlan, Need

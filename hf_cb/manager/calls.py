@@ -20,8 +20,8 @@ from hf_cb.manager.kept import kept_manager
 from hf_cb.manager.manager import ContinuousBatchingManager
 from hf_cb.manager.session import complete, open_manager
 from hf_cb.metrics.stats import ManagerStats
-from hf_cb.models.generation import Recipe, make_recipe
 from hf_cb.models.plan import Need, model_length
+from hf_cb.options.recipe import Recipe, make_recipe
 from hf_cb.seeds import seed_sequence
 from hf_cb.text.prompts import iter_encoded
 

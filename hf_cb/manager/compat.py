@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hf_cb.manager.loop import EngineLoop
     from hf_cb.manager.mailbox import Mailbox
     from hf_cb.manager.registry import Registry
-    from hf_cb.models.generation import Recipe
+    from hf_cb.options.recipe import Recipe
 
 logger = logging.getLogger("hf_cb")
 

@@ -9,8 +9,8 @@ from hf_cb.config import EngineConfig
 from hf_cb.errors import HfCbError, RankError
 from hf_cb.manager.build import plan_engine
 from hf_cb.manager.training_mode import in_eval
+from hf_cb.models.fused.stack import what_runs
 from hf_cb.models.plan import ModelPlan
-from hf_cb.models.stack import what_runs
 from hf_cb.modules.wanted import wanted
 
 if TYPE_CHECKING:

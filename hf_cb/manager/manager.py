@@ -26,8 +26,8 @@ from hf_cb.manager.router import Router
 from hf_cb.manager.showing import Showing
 from hf_cb.manager.submission import make_requests
 from hf_cb.metrics.counts import Metrics
-from hf_cb.models.generation import Recipe, make_recipe
 from hf_cb.models.plan import Need
+from hf_cb.options.recipe import Recipe, make_recipe
 from hf_cb.seeds import seed_sequence
 from hf_cb.text.prompts import encode_prompt
 

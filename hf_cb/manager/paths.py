@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 from hf_cb.attention.cpu import CpuBackend
 from hf_cb.config import EngineConfig
-from hf_cb.models.capture import cuda_captures
-from hf_cb.models.captured import CapturedModel
 from hf_cb.models.dense import DenseModel
 from hf_cb.models.device import device_of
 from hf_cb.models.drawing import draw_for
-from hf_cb.models.gpu_stack import CapturedFusedModel, FusedModel
+from hf_cb.models.fused.gpu_stack import CapturedFusedModel, FusedModel
+from hf_cb.models.fused.stack import StackModel
 from hf_cb.models.paged import PagedModel
 from hf_cb.models.plan import ModelPlan, Need, plan_dense, plan_paged
+from hf_cb.models.recorded.capture import cuda_captures
+from hf_cb.models.recorded.captured import CapturedModel
 from hf_cb.models.sharding import is_sharded
-from hf_cb.models.stack import StackModel
 from hf_cb.modules.wanted import Mode
 
 if TYPE_CHECKING:

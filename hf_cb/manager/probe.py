@@ -23,9 +23,9 @@ from hf_cb.core import Request, SamplingParams
 from hf_cb.engine.engine import Engine
 from hf_cb.engine.sampler import Sampled
 from hf_cb.errors import HfCbError, RankError, UnsupportedModelError
-from hf_cb.manager.leading import build_path, plan_path
 from hf_cb.manager.openmp import single_threaded
 from hf_cb.manager.paths import PATHS
+from hf_cb.manager.ranks.leading import build_path, plan_path
 from hf_cb.models.sharding import is_sharded
 from hf_cb.models.twin import VOCAB, make_twin
 from hf_cb.steps import Drawn, PlanPart

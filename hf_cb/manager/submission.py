@@ -10,7 +10,7 @@ from hf_cb.core import Request
 from hf_cb.engine.engine import Engine
 from hf_cb.engine.limits import fit
 from hf_cb.errors import OptionError
-from hf_cb.models.generation import Recipe
+from hf_cb.options.recipe import Recipe
 from hf_cb.seeds import derive_seed
 from hf_cb.values import is_number, is_whole
 

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogit
 from hf_cb.core import Request
 from hf_cb.engine.penalising import penalised
 from hf_cb.engine.sampler import Sampled, Sampler, edits_of
-from hf_cb.models.generation import make_recipe
+from hf_cb.options.recipe import make_recipe
 from hf_cb.penalties import Edits, Penalties, TokenCounts
 from hf_cb.steps import PlanPart
 from hf_cb.warpers import Warpers

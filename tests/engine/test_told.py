@@ -14,7 +14,7 @@ from hf_cb.engine.device_sampler import DeviceSampler
 from hf_cb.engine.logprobs import split
 from hf_cb.engine.sampler import Drawing, Sampled, Sampler
 from hf_cb.models.drawing import Settings
-from hf_cb.models.generation import make_recipe
+from hf_cb.options.recipe import make_recipe
 from hf_cb.steps import Drawn, PlanPart
 
 PLAIN: dict[str, Any] = {"do_sample": False}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import GenerationConfig
 
-from hf_cb.models.options import HONOURED, NEUTRAL, REFUSED
+from hf_cb.options.fields import HONOURED, NEUTRAL, REFUSED
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "make_options.py"
 

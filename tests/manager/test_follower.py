@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from hf_cb.manager.follower import Follower
+from hf_cb.manager.ranks.follower import Follower
 
 
 class Worker:

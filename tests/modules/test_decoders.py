@@ -10,7 +10,7 @@ from tiny_models import FAMILIES, generate_alone, greedy, make_model, make_promp
 
 import hf_cb
 from hf_cb.kernels.cpu import library as lib
-from hf_cb.models.stack import StackModel
+from hf_cb.models.fused.stack import StackModel
 from hf_cb.modules.weights import is_packed
 
 pytestmark = pytest.mark.skipif(lib.library() is None, reason=f"no compiled kernels: {lib.problem()}")

@@ -14,7 +14,7 @@ from torch import nn
 
 import hf_cb
 from hf_cb.kernels.cpu import library as lib
-from hf_cb.models import known as knowing
+from hf_cb.models.fused import known as knowing
 from hf_cb.modules import weights as packing
 from hf_cb.modules.weights import is_packed
 
@@ -96,7 +96,7 @@ def test_an_accelerated_model_is_collected(persistent: bool) -> None:
 
 
 def test_packing_again_without_a_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_cb.models.stack.PACK_AGAIN_S", 0.0)
+    monkeypatch.setattr("hf_cb.models.fused.stack.PACK_AGAIN_S", 0.0)
     model = make_model("Llama")
     hf_cb.accelerate(model, prefix_caching=False)
     with model.continuous_batching_context_manager() as manager:

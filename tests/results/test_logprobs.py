@@ -11,7 +11,7 @@ from tiny_models import VOCAB, greedy, make_model, make_prompts
 from transformers import LogitsProcessorList
 
 from hf_cb import EngineConfig
-from hf_cb.models.generation import make_recipe
+from hf_cb.options.recipe import make_recipe
 
 PROMPTS = make_prompts([4, 21, 9, 1, 13, 30, 2])
 # one a prompt: greedy, the common warpers, and what is done row by row

@@ -13,7 +13,7 @@ from tiny_models import make_model
 from transformers import PreTrainedModel
 
 from hf_cb.core import Request
-from hf_cb.models.generation import Recipe, make_recipe
+from hf_cb.options.recipe import Recipe, make_recipe
 from hf_cb.steps import PlanPart
 
 NAMES = sorted(examples.ALL)

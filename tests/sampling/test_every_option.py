@@ -75,10 +75,10 @@ def test_the_examples_matter() -> None:
 
 
 def test_every_honoured_option_has_an_example() -> None:
-    from hf_cb.models import result_options
-    from hf_cb.models.generation import _PER_REQUEST
-    from hf_cb.models.options import HONOURED
-    from hf_cb.models.own_options import OwnOptions
+    from hf_cb.options import results as result_options
+    from hf_cb.options.fields import HONOURED
+    from hf_cb.options.own import OwnOptions
+    from hf_cb.options.recipe import _PER_REQUEST
 
     assert set(examples.CONFIG) == HONOURED
     own = {*_PER_REQUEST, *OwnOptions.__dataclass_fields__} - {*result_options.NAMES}  # which tests/results is about

@@ -16,6 +16,6 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_every_refused_field_has_a_reason() -> None:
-    from hf_cb.models.options import REFUSED, WHY_REFUSED
+    from hf_cb.options.fields import REFUSED, WHY_REFUSED
 
     assert set(REFUSED) == set(WHY_REFUSED)

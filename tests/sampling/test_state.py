@@ -11,8 +11,8 @@ from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 from hf_cb import OptionError
 from hf_cb.core import Request
-from hf_cb.models import processors
-from hf_cb.models.generation import make_recipe
+from hf_cb.options import processors
+from hf_cb.options.recipe import make_recipe
 
 SYNTH_ID = SynthIDTextWatermarkingConfig(keys=[11, 22, 33], ngram_len=3, context_history_size=8)
 

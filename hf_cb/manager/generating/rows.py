@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from hf_cb.core import SamplingParams
-from hf_cb.models.generation import Recipe
+from hf_cb.options.recipe import Recipe
 from hf_cb.penalties import Penalties
 from hf_cb.warpers import as_numbers
 

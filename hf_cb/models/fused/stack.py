@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from hf_cb.attention.cpu import CpuBackend
-from hf_cb.models import gpu_stack
-from hf_cb.models import known as knowing
-from hf_cb.models.known import Known, known_of
+from hf_cb.models.fused import gpu_stack
+from hf_cb.models.fused import known as knowing
+from hf_cb.models.fused.known import Known, known_of
+from hf_cb.models.fused.reading import place_of
 from hf_cb.models.paged import PagedModel
 from hf_cb.models.plan import ModelPlan
-from hf_cb.models.reading import place_of
 from hf_cb.models.sending import to_device
 from hf_cb.modules.decoder import Decoder
 from hf_cb.modules.wanted import Mode

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from hf_cb.errors import describe
 from hf_cb.kernels.reference.sampling import best_tokens
-from hf_cb.models.capture import Capture, MakeCapture, rehearse
 from hf_cb.models.drawing import DrawTokens
-from hf_cb.models.fixed_inputs import FixedInputs
 from hf_cb.models.guard import Guard, Places
 from hf_cb.models.paged import PagedModel
+from hf_cb.models.recorded.capture import Capture, MakeCapture, rehearse
+from hf_cb.models.recorded.fixed_inputs import FixedInputs
 from hf_cb.steps import Drawn, Draws, StepBatch
 
 logger = logging.getLogger("hf_cb")

@@ -17,12 +17,12 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from hf_cb.core import SamplingParams, StopCheck
 from hf_cb.errors import OptionError, PromptError
-from hf_cb.models import result_options
 from hf_cb.models.device import device_of
-from hf_cb.models.options import check_least, check_refused, check_temperature, check_tokens, check_values, eos_ids
-from hf_cb.models.own_options import OwnOptions
-from hf_cb.models.processors import check_extras, make_processors, take_drafts
-from hf_cb.models.result_options import ResultOptions
+from hf_cb.options import results as result_options
+from hf_cb.options.fields import check_least, check_refused, check_temperature, check_tokens, check_values, eos_ids
+from hf_cb.options.own import OwnOptions
+from hf_cb.options.processors import check_extras, make_processors, take_drafts
+from hf_cb.options.results import ResultOptions
 from hf_cb.penalties import Penalties
 from hf_cb.text.media import TEXT_ONLY, media_inputs
 from hf_cb.text.rendering import Rendering

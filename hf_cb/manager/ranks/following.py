@@ -18,12 +18,12 @@ import torch
 
 from hf_cb.core import GenerationOutput
 from hf_cb.errors import RankError, describe
-from hf_cb.manager.agreement import Terms, random_digest, terms_of
-from hf_cb.manager.driver import Driver
-from hf_cb.manager.follower import Follower
-from hf_cb.manager.following_manager import FollowingManager, no_pause
-from hf_cb.manager.meeting import team_of
-from hf_cb.manager.team import packed, portable
+from hf_cb.manager.ranks.agreement import Terms, random_digest, terms_of
+from hf_cb.manager.ranks.driver import Driver
+from hf_cb.manager.ranks.follower import Follower
+from hf_cb.manager.ranks.following_manager import FollowingManager, no_pause
+from hf_cb.manager.ranks.meeting import team_of
+from hf_cb.manager.ranks.team import packed, portable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

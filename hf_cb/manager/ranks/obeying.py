@@ -20,7 +20,7 @@ from hf_cb.modules.wanted import Mode
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from hf_cb.manager.follower import Follower
+    from hf_cb.manager.ranks.follower import Follower
 
 KEPT_PLANS = 64  # most are built at once, and those of `explain` never
 

@@ -18,8 +18,8 @@ from transformers import (
 
 from hf_cb.errors import OptionError
 from hf_cb.models.device import device_of
-from hf_cb.models.options import HONOURED
 from hf_cb.models.sharding import tp_group
+from hf_cb.options.fields import HONOURED
 from hf_cb.penalties import Penalties
 from hf_cb.warpers import TokenBiases
 

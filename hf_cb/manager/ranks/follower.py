@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from hf_cb.errors import HfCbError, RankError
-from hf_cb.manager import team
-from hf_cb.manager.agreement import Terms
-from hf_cb.manager.team import RESTART, Outbox, Team, cut, logger, packed, unpacked, wait_patiently
+from hf_cb.manager.ranks import team
+from hf_cb.manager.ranks.agreement import Terms
+from hf_cb.manager.ranks.team import RESTART, Outbox, Team, cut, logger, packed, unpacked, wait_patiently
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from hf_cb.errors import RankError, describe
-from hf_cb.manager.agreement import Terms
-from hf_cb.manager.team import RESTART, Outbox, Team, cut, logger, ranks, unpacked, wait_patiently
+from hf_cb.manager.ranks.agreement import Terms
+from hf_cb.manager.ranks.team import RESTART, Outbox, Team, cut, logger, ranks, unpacked, wait_patiently
 
 GRACE_S = 2.0  # after a rank has failed: it may have happened on all of them, and then nothing is lost
 SETTLE_S = 5.0  # after this rank has failed: for the others to come to an end with what they were told

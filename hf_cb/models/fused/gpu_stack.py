@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from hf_cb.attention.flash import FlashBackend
 from hf_cb.attention.pages import Meta, Storage
 from hf_cb.attention.triton import TritonBackend, device_problem, package_problem
-from hf_cb.models import known as knowing
-from hf_cb.models.captured import CapturedModel
+from hf_cb.models.fused import known as knowing
+from hf_cb.models.fused.known import check_logits, say
+from hf_cb.models.fused.reading import read_decoder
+from hf_cb.models.fused.watching import least_blocks
 from hf_cb.models.guard import Guard
-from hf_cb.models.known import check_logits, say
 from hf_cb.models.paged import PagedModel
 from hf_cb.models.plan import ModelPlan
-from hf_cb.models.reading import read_decoder
+from hf_cb.models.recorded.captured import CapturedModel
 from hf_cb.models.sharding import is_sharded
-from hf_cb.models.watching import least_blocks
 from hf_cb.modules.gpu_decoder import GpuDecoder, GpuLayer
 from hf_cb.modules.merged import merge
 from hf_cb.modules.others import is_computing

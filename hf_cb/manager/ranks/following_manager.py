@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_cb.errors import RankError
-from hf_cb.manager.team import RESTART
+from hf_cb.manager.ranks.team import RESTART
 
 if TYPE_CHECKING:
     from hf_cb.core import GenerationOutput
-    from hf_cb.manager.follower import Follower
+    from hf_cb.manager.ranks.follower import Follower
 
 
 class FollowingManager:

@@ -14,7 +14,7 @@ from hf_cb.config import EngineConfig
 from hf_cb.engine.engine import Engine
 from hf_cb.errors import OptionError
 from hf_cb.manager import paths
-from hf_cb.manager.meeting import driver_of
+from hf_cb.manager.ranks.meeting import driver_of
 from hf_cb.models.parallel import LeadingRunner
 from hf_cb.models.plan import ModelPlan, Need
 from hf_cb.modules.wanted import Mode

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_cb.attention.cpu import CpuBackend
+from hf_cb.models.fused.watching import Seen, Watched, watch
 from hf_cb.models.paged import PagedModel
-from hf_cb.models.watching import Seen, Watched, watch
 from hf_cb.modules.decoder import Decoder, PackedDecoder, Place
 from hf_cb.modules.recipe import LayerRecipe, ModelRecipe, RotaryRecipe
 from hf_cb.modules.recognise import NotRecognised, is_plain_linear, layer_candidates, norm_recipe

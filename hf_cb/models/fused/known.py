@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from hf_cb.attention.cpu import CpuBackend
 from hf_cb.kernels.cpu import library as lib
+from hf_cb.models.fused.reading import Reading, native_layer, place_of, read_decoder
+from hf_cb.models.fused.watching import least_blocks, small_batch
 from hf_cb.models.guard import Guard
 from hf_cb.models.paged import PagedModel
-from hf_cb.models.reading import Reading, native_layer, place_of, read_decoder
 from hf_cb.models.sharding import is_sharded
-from hf_cb.models.watching import least_blocks, small_batch
 from hf_cb.modules.decoder import Decoder, PackedDecoder
 from hf_cb.modules.leaf import pack_linears
 from hf_cb.modules.recipe import ModelRecipe

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from torch import distributed
 
 from hf_cb.errors import RankError, describe
-from hf_cb.manager.driver import Driver
-from hf_cb.manager.follower import Follower
-from hf_cb.manager.obeying import Obeying
-from hf_cb.manager.team import ranks, wait_patiently
+from hf_cb.manager.ranks.driver import Driver
+from hf_cb.manager.ranks.follower import Follower
+from hf_cb.manager.ranks.obeying import Obeying
+from hf_cb.manager.ranks.team import ranks, wait_patiently
 from hf_cb.models.sharding import tp_group
 
 if TYPE_CHECKING:

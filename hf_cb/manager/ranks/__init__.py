@@ -1,0 +1,1 @@
+"""A tensor-parallel model: one process drives, the others follow."""

@@ -1,0 +1,1 @@
+"""Whole decoder layers that are recognised, and run as faster ones."""

@@ -1,0 +1,1 @@
+"""Decode steps that are recorded once and replayed (CUDA graphs)."""
