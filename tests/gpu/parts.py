@@ -60,18 +60,23 @@ def copy_bandwidth() -> float:
 
 
 def parity(speeds: dict[str, float], note: Note) -> dict[str, Any]:
-    """Float32: the tokens of `generate`. bfloat16: the share of tokens that are float32's argmax, and the worst gap."""
+    """Float32: the tokens of `generate`, and those that are drawn in recorded steps as behind others. bfloat16: the
+    share of tokens that are float32's argmax, and the worst gap."""
     torch.backends.cuda.matmul.allow_tf32 = False
     model = make("tiny", torch.float32, DEVICE)
     prompts = [r.prompt for r in traffic(CONFIGS["tiny"].vocab_size, 24, 5, 120).requests]
     options = dict(max_new_tokens=48, do_sample=False)
     want = [model.generate(torch.tensor([p], device=DEVICE), **options)[0, len(p) :].tolist() for p in prompts]
+    drawing = dict(max_new_tokens=48, do_sample=True, temperature=0.8, top_k=50, top_p=0.9, seed=7, logprobs=True)
     result: dict[str, Any] = {}
+    drawn: list[list[int]] = []
     for graphs in (True, False) if DEVICE == "cuda" else (False,):
         hf_cb.accelerate(model, cuda_graphs=graphs)
         got = [r.generated_tokens for r in model.generate_batch(prompts, **options).values()]
+        result[f"float32, graphs {graphs}"] = same(got, want)
+        before, drawn = drawn, [r.generated_tokens for r in model.generate_batch(prompts, **drawing).values()]
+        result["float32, drawn alike"] = same(before or drawn, drawn)
         hf_cb.restore(model)
-        result[f"float32, graphs {graphs}"] = f"{sum(a == b for a, b in zip(got, want, strict=True))} of {len(want)}"
         note(result)
     half = make("tiny", torch.bfloat16, DEVICE)
     hf_cb.accelerate(half)
@@ -84,6 +89,10 @@ def parity(speeds: dict[str, float], note: Note) -> dict[str, Any]:
         gaps += (logits.max(-1).values - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]).tolist()
         half.bfloat16()
     return result | dict(bfloat16_argmax=sum(g == 0 for g in gaps) / len(gaps), bfloat16_worst=max(gaps))
+
+
+def same(some: list[list[int]], others: list[list[int]]) -> str:
+    return f"{sum(a == b for a, b in zip(some, others, strict=True))} of {len(others)}"
 
 
 def kernels(speeds: dict[str, float], note: Note) -> dict[str, Any]:

@@ -46,11 +46,11 @@ def run_part(name: str, speeds: dict[str, float], limit: float) -> dict[str, Any
 
 
 def test_command() -> list[str]:
-    """The kernels' tests, side by side where pytest-xdist is installed: most of their time is Triton's compiler's."""
+    """The tests of the kernels and of whole layers on them, side by side where pytest-xdist is installed: most of their time is Triton's compiler's."""
     command = [sys.executable, "-P", "-m", "pytest", "-v", "--tb=short", "-o", "addopts=", "--import-mode=importlib"]
     if importlib.util.find_spec("xdist"):
         command += ["-n", str(max(1, min(12, (os.cpu_count() or 1) - 2)))]
-    return [*command, "-p", "no:cacheprovider", "tests/gpu_kernels"]
+    return [*command, "-p", "no:cacheprovider", "tests/gpu_kernels", "tests/test_gpu_stack.py"]
 
 
 def finished(command: list[str], said: Path, limit: float) -> int | None:

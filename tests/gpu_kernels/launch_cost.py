@@ -1,6 +1,6 @@
 """What a fused layer costs the host: its launches, without the kernels.
 
-usage: TRITON_INTERPRET=1 PYTHONPATH=tests python tests/gpu_kernels/bench_launches.py
+usage: TRITON_INTERPRET=1 PYTHONPATH=tests python tests/gpu_kernels/launch_cost.py
 
 On a GPU a step with prompts is launched piece by piece, so a layer should not take the host longer than the device. The
 launch of a kernel itself, some 10 to 20 microseconds with Triton, is not in it; PyTorch's own operators are.
