@@ -46,7 +46,8 @@ def run_part(name: str, speeds: dict[str, float], limit: float) -> dict[str, Any
 
 
 def test_command() -> list[str]:
-    """The tests of the kernels and of whole layers on them, side by side where pytest-xdist is installed: most of their time is Triton's compiler's."""
+    """The tests of the kernels and of whole layers, side by side where pytest-xdist is installed: most of their time is
+    Triton's compiler's."""
     command = [sys.executable, "-P", "-m", "pytest", "-v", "--tb=short", "-o", "addopts=", "--import-mode=importlib"]
     if importlib.util.find_spec("xdist"):
         command += ["-n", str(max(1, min(12, (os.cpu_count() or 1) - 2)))]
