@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,27 @@ def test_what_is_to_be_made_can_be_made() -> None:
     for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "demos/quickstart.ipynb"]:
         named = set(re.findall(r"(?:`|^)make ([a-z]+)\b(?=[` ]|$)", page.read_text(), re.MULTILINE))
         assert named <= known, (page.name, named - known)
+
+
+def test_rooms_that_the_architecture_names_are_there() -> None:
+    house = ROOT / "hf_cb"
+    rooms = "|".join(path.name for path in house.iterdir() if path.is_dir())
+    for room, name in re.findall(rf"\b({rooms})\.(?!(?:md|h)\b)(\w+)", (ROOT / "docs/architecture.md").read_text()):
+        here = [path for path in (house / room).iterdir() if path.stem == name]
+        inside = [path for path in (house / room).glob("*.py") if re.search(rf"(def|class) {name}\b", path.read_text())]
+        assert here or inside, f"{room}.{name}"
+
+
+def test_every_dependency_has_its_reason() -> None:
+    """In the part of its extra; those of the package itself stand in the first."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    first, *parts = re.split(r"^## ", (ROOT / "docs/dependencies.md").read_text(), flags=re.MULTILINE)
+    told = {part.splitlines()[0].removeprefix("Extra ").strip("`"): part for part in parts} | {"": first}
+    for extra, packages in {"": project["dependencies"], **project["optional-dependencies"]}.items():
+        reasons = [line.split(" | ")[0] for line in told[extra].splitlines() if line.startswith("| `")]
+        for package in packages:
+            name = re.split(r"[<>=;\s]", package)[0]
+            assert any(f"`{name}`" in words for words in reasons), f"{package} of {extra or 'the package'}"
 
 
 def test_make_docs_fails_on_a_broken_link(tmp_path: Path) -> None:
