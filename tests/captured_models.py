@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from far_device import DEVICE, move
 from recorded import Recorded, TensorBackend, draw_by_hash
+from running import run_all
 
 from hf_cb.config import EngineConfig
 from hf_cb.core import Request, SamplingParams
@@ -56,12 +57,7 @@ class Harness:
         return sum(capture.replays for capture in self.captures)
 
     def run(self, requests: list[Request]) -> None:
-        for r in requests:
-            self.engine.admit(r)
-        while self.engine.has_work:
-            self.engine.step()
-        assert [r.exception for r in requests] == [None] * len(requests)
-        self.engine.check_idle()
+        run_all(self.engine, requests)
 
     def tokens(self, prompts: list[list[int]], new: int = 10) -> list[list[int]]:
         requests = [Request(f"r{i}", p, SamplingParams(new)) for i, p in enumerate(prompts)]

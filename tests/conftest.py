@@ -84,6 +84,13 @@ def speaker(llama, tokenizer) -> Iterator[transformers.PreTrainedModel]:
 
 
 @pytest.fixture
+def intercepted() -> Iterator[None]:
+    """For engines that are driven without a manager, which would see to it."""
+    with interception.installed():
+        yield
+
+
+@pytest.fixture
 def patched() -> Iterator[None]:
     hf_cb.patch()
     yield

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from recorded import Noting
+from running import run_all
 from tiny_models import generate_alone, greedy, make_model, make_prompts
 from torch import Tensor
 
@@ -80,12 +81,7 @@ class Harness:
         return [r.output_ids for r in requests]
 
     def run(self, requests: list[Request]) -> None:
-        for r in requests:
-            self.engine.admit(r)
-        while self.engine.has_work:
-            self.engine.step()
-        assert [r.exception for r in requests] == [None] * len(requests)
-        self.engine.check_idle()
+        run_all(self.engine, requests)
 
 
 def make(family: str = "Llama", **changes: Any) -> Any:

@@ -12,20 +12,14 @@ from captured_models import Harness
 from recorded import Recorded
 from tiny_models import generate_alone, greedy, make_model, make_prompts
 
-from hf_cb.attention import interception
 from hf_cb.config import EngineConfig
 from hf_cb.core import Request, SamplingParams
 from hf_cb.models.plan import Need, plan_paged
 from hf_cb.models.recorded.captured import ladder
 
+pytestmark = pytest.mark.usefixtures("intercepted")
+
 PROMPTS = make_prompts([9, 1, 26, 14, 5])
-
-
-@pytest.fixture(autouse=True)
-def _installed() -> Any:
-    interception.install()
-    yield
-    interception.uninstall()
 
 
 def want(model: Any, prompts: list[list[int]], new: int = 10) -> list[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from far_device import far_device
 from recorded import TensorBackend, draw_by_hash
 from tiny_models import make_model, make_prompts
 
-from hf_cb.attention import interception
 from hf_cb.core import Request, SamplingParams
 from hf_cb.engine.device_sampler import DeviceSampler
 from hf_cb.engine.engine import Engine
@@ -20,6 +18,8 @@ from hf_cb.models.paged import PagedModel
 from hf_cb.models.recorded.captured import ladder
 from hf_cb.penalties import Penalties
 from hf_cb.warpers import Warpers
+
+pytestmark = pytest.mark.usefixtures("intercepted")
 
 PROMPTS = make_prompts([9, 1, 26, 14, 5])
 DRAWN = dict(do_sample=True, warpers=Warpers(temperature=0.8))
@@ -35,13 +35,6 @@ MATES = {
     "some penalised": [DRAWN, DRAWN | dict(penalties=Penalties(repetition=1.5), process=process), {}, DRAWN, DRAWN],
     "some told more": [DRAWN, dict(top_logprobs=2, logprobs=True), DRAWN, dict(output_logits=True), {}],
 }
-
-
-@pytest.fixture(autouse=True)
-def _installed() -> Iterator[None]:
-    interception.install()
-    yield
-    interception.uninstall()
 
 
 def requests(kind: str, new: int = 12) -> list[Request]:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from fused_models import DEVICE, Harness
 from recorded import TensorBackend
+from running import run_all
 from tiny_models import greedy, make_model, make_prompts
 
 import hf_cb
 from hf_cb import EngineConfig, OptionError
-from hf_cb.attention import interception
 from hf_cb.attention.triton import TritonBackend
 from hf_cb.core import Request, SamplingParams
 from hf_cb.engine.device_sampler import DeviceSampler
@@ -22,6 +22,8 @@ from hf_cb.models.paged import PagedModel
 from hf_cb.models.plan import plan_paged
 
 pytest.importorskip("triton", reason="triton is not installed")
+
+pytestmark = pytest.mark.usefixtures("intercepted")
 PROMPTS = make_prompts([11, 3, 11])
 
 
@@ -31,13 +33,6 @@ class Rounding(TensorBackend):
     def attend(self, storage: Any, layer: Any, q: Any, k: Any, v: Any, meta: Any, sinks: Any) -> torch.Tensor:
         k, v = (x.to(torch.float8_e4m3fn).to(x.dtype) for x in (k, v))
         return super().attend(storage, layer, q, k, v, meta, sinks)
-
-
-@pytest.fixture(autouse=True)
-def _installed() -> Any:
-    interception.install()
-    yield
-    interception.uninstall()
 
 
 def run(model: Any, backend: Any, host_blocks: int = 0, num_blocks: int = 60) -> list[Request]:
@@ -51,12 +46,7 @@ def run(model: Any, backend: Any, host_blocks: int = 0, num_blocks: int = 60) ->
     first = Request("first", PROMPTS[0], SamplingParams(6, logprobs=True))
     fork = Request("fork", PROMPTS[0], SamplingParams(6, logprobs=True), fork_of=first)
     requests = [first, fork, Request("other", PROMPTS[1], SamplingParams(6, logprobs=True))]
-    for r in requests:
-        engine.admit(r)
-    while engine.has_work:
-        engine.step()
-    engine.check_idle()
-    assert [r.exception for r in requests] == [None] * 3
+    run_all(engine, requests)
     return requests
 
 

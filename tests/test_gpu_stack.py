@@ -10,7 +10,6 @@ import torch
 from fused_models import DEVICE, PROMPTS, Again, Harness, alone, assert_same, bits, is_merged, make, storage_bytes
 from torch import Tensor, nn
 
-from hf_cb.attention import interception
 from hf_cb.core import Request, SamplingParams
 from hf_cb.models.recorded.captured import ladder
 from hf_cb.modules import merged
@@ -19,12 +18,7 @@ from hf_cb.warpers import Warpers
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-
-@pytest.fixture(autouse=True)
-def _installed() -> Any:
-    interception.install()
-    yield
-    interception.uninstall()
+pytestmark = pytest.mark.usefixtures("intercepted")
 
 
 @pytest.fixture

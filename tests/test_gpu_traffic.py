@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from recorded import Recorded, TensorBackend, draw_by_hash
+from running import run_all
 from tiny_models import generate_alone, greedy, make_model, make_prompts
 from torch import Tensor
 
-from hf_cb.attention import interception
 from hf_cb.config import EngineConfig
 from hf_cb.core import Request, SamplingParams, Status
 from hf_cb.engine.device_sampler import DeviceSampler
@@ -27,17 +27,12 @@ from hf_cb.models.plan import plan_paged
 from hf_cb.models.recorded.captured import CapturedModel
 from hf_cb.warpers import Warpers
 
+pytestmark = pytest.mark.usefixtures("intercepted")
+
 PROMPTS, LONGEST = make_prompts([1, 2, 5, 9, 14, 20, 26]), 24
 MODELS = {family: make_model(family) for family in ("Llama", "Mistral", "Gemma3")}
 known: dict[tuple[str, int], list[int]] = {}
 DRAWN = dict(do_sample=True, warpers=Warpers(temperature=1.5), seed=5)
-
-
-@pytest.fixture(autouse=True)
-def _installed() -> Iterator[None]:
-    interception.install()
-    yield
-    interception.uninstall()
 
 
 def answer(family: str, prompt: list[int]) -> list[int]:
@@ -55,9 +50,7 @@ def drawn_answer(family: str, prompt: list[int]) -> list[int]:
         runner = PagedModel(MODELS[family], plan.trace, plan.groups, TensorBackend(), 200, 4)
         engine = Engine(runner, plan.config, sampler=DeviceSampler(draw_by_hash))
         request = Request("alone", prompt, SamplingParams(LONGEST, **DRAWN))
-        engine.admit(request)
-        while engine.has_work:
-            engine.step()
+        run_all(engine, [request])
         known[key] = request.output_ids
     return known[key]
 

@@ -18,18 +18,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import hf_cb
-from hf_cb.attention import interception
 from hf_cb.models.fused import gpu_stack
 from hf_cb.modules.merged import Product, merge
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-
-@pytest.fixture(autouse=True)
-def _installed() -> Any:
-    interception.install()
-    yield
-    interception.uninstall()
+pytestmark = pytest.mark.usefixtures("intercepted")
 
 
 def test_accelerate_explain_and_restore() -> None:

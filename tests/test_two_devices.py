@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from running import run_all
 from tiny_models import SHAPE, make_model, make_prompts
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -158,8 +159,5 @@ def test_everything_is_where_it_is_needed(name: str) -> None:
 def test_a_fork_copies_a_block() -> None:
     engine, _ = make_engine(make_model("Llama"), 0, num_blocks=100)
     first = Request("first", make_prompts([11])[0], SamplingParams(4))
-    for request in (first, Request("second", first.prompt_ids, SamplingParams(4), fork_of=first)):
-        engine.admit(request)
-    while engine.has_work:
-        engine.step()
+    run_all(engine, [first, Request("second", first.prompt_ids, SamplingParams(4), fork_of=first)])
     assert engine.runner.copied

@@ -13,7 +13,6 @@ from far_device import DEVICE, Waiting, Watch, far_device, move
 from recorded import TensorBackend
 from tiny_models import make_model, make_prompts
 
-from hf_cb.attention import interception
 from hf_cb.config import EngineConfig
 from hf_cb.core import Request, SamplingParams
 from hf_cb.engine.device_sampler import DeviceSampler, sampler_for
@@ -28,6 +27,8 @@ from hf_cb.penalties import Penalties
 from hf_cb.steps import Drawn
 from hf_cb.warpers import Warpers
 
+pytestmark = pytest.mark.usefixtures("intercepted")
+
 TOLD = dict(logprobs=True, top_logprobs=3, prompt_logprobs=2, output_logits=True, output_scores=True)
 WARPED = dict(do_sample=True, seed=7, warpers=Warpers(temperature=0.7, top_k=5))
 
@@ -38,13 +39,6 @@ def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 PENALTIES = Penalties(repetition=1.3, banned=(7,), bias=((5, 1.0),), presence=0.5)
 PENALISED = dict(penalties=PENALTIES, warpers=Warpers(), process=process)
-
-
-@pytest.fixture(autouse=True)
-def _installed() -> Iterator[None]:
-    interception.install()
-    yield
-    interception.uninstall()
 
 
 @pytest.fixture

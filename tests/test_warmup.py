@@ -14,8 +14,9 @@ from tiny_models import make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_cb.attention import interception
 from hf_cb.models.warmup import working_bytes
+
+pytestmark = pytest.mark.usefixtures("intercepted")
 
 
 class Largest(TorchDispatchMode):
@@ -35,13 +36,6 @@ def largest(devices: Iterable[torch.device]) -> Iterator[Counter[torch.device]]:
     with Largest() as mode:
         yield found
     found[torch.device("cpu")] = mode.found
-
-
-@pytest.fixture(autouse=True)
-def _installed() -> Iterator[None]:
-    interception.install()
-    yield
-    interception.uninstall()
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "Mistral"])

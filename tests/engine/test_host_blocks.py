@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from fake_runner import FakeRunner, make_engine, request, resolved
 from recorded import TensorBackend
+from running import run_all
 from tiny_models import generate_alone, greedy, make_model, make_prompts
 
-from hf_cb.attention import interception
 from hf_cb.config import EngineConfig
 from hf_cb.core import Request, SamplingParams
 from hf_cb.engine.device_sampler import DeviceSampler
@@ -22,12 +21,7 @@ from hf_cb.models.paged import PagedModel
 from hf_cb.models.plan import plan_paged
 from hf_cb.sizes import Surroundings, resolve
 
-
-@pytest.fixture(autouse=True)
-def _installed() -> Iterator[None]:
-    interception.install()
-    yield
-    interception.uninstall()
+pytestmark = pytest.mark.usefixtures("intercepted")
 
 
 def make(model: Any, host_blocks: int, **options: Any) -> Engine:
@@ -39,12 +33,7 @@ def make(model: Any, host_blocks: int, **options: Any) -> Engine:
 
 def run(engine: Engine, requests: list[Request]) -> int:
     """Runs them to their end; the tokens that were computed."""
-    for r in requests:
-        engine.admit(r)
-    while engine.has_work:
-        engine.step()
-    assert [r.exception for r in requests] == [None] * len(requests)
-    engine.check_idle()
+    run_all(engine, requests)
     return sum(record.query_tokens for record in engine.records)
 
 

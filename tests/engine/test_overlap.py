@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fake_runner import FakeRunner, make_engine, request, resolved
+from running import run_all
 from tiny_models import generate_alone, greedy, make_prompts
 
 from hf_cb.attention import interception
@@ -28,14 +29,6 @@ def sampler(request: Any) -> Sampler:
     return SAMPLERS[request.param]()
 
 
-def run(engine: Engine, requests: list[Request]) -> None:
-    for r in requests:
-        engine.admit(r)
-    while engine.has_work:
-        engine.step()
-    engine.check_idle()
-
-
 def test_a_step_starts_before_the_one_before_it_is_committed(sampler: Sampler) -> None:
     engine, r = make_engine(sampler=sampler, overlap=True), request("r", [1], 4)
     engine.admit(r)
@@ -54,7 +47,7 @@ def test_a_step_starts_before_the_one_before_it_is_committed(sampler: Sampler) -
 def test_an_eos_costs_one_discarded_token(sampler: Sampler) -> None:
     engine = make_engine(sampler=sampler, overlap=True)
     r = Request("r", [1], SamplingParams(50, eos_token_ids=frozenset({4})))
-    run(engine, [r])
+    run_all(engine, [r])
     assert r.output_ids == [2, 3, 4] and r.finish_reason == "stop"
     assert len(engine.runner.batches) == 4
 
@@ -67,14 +60,14 @@ def test_a_cancelled_request_ends_at_the_next_commit(sampler: Sampler) -> None:
     assert engine.cancel(r) is None
     updates = engine.step()
     assert r.finish_reason == "cancelled" and r in [u.request for u in updates]
-    run(engine, [])
+    run_all(engine, [])
     assert r.output_ids == [] and other.output_ids == [12, 13, 14]
 
 
 def test_who_is_late_ends_though_always_in_flight(sampler: Sampler) -> None:
     engine = make_engine(sampler=sampler, overlap=True, max_batch_tokens=1)
     r = Request("r", [1] * 200, SamplingParams(5, max_time=1e-6))
-    run(engine, [r])
+    run_all(engine, [r])
     assert r.finish_reason == "timeout" and len(engine.runner.batches) < 10
 
 
@@ -84,7 +77,7 @@ def test_settle_leaves_nothing_in_flight(sampler: Sampler) -> None:
     engine.step()
     assert not engine.is_settled
     assert [u.new_ids for u in engine.settle()] == [[2]] and engine.is_settled and not r.in_flight
-    run(engine, [])
+    run_all(engine, [])
     assert r.output_ids == [2, 3, 4, 5, 6]
 
 
@@ -97,7 +90,11 @@ def test_a_forward_that_raises_loses_nothing_of_the_step_before_it(sampler: Samp
 
     engine = Engine(Bad(), resolved(overlap=True), sampler=sampler)
     good, bad = request("good", [1], 6), request("bad", [11], 6)
-    run(engine, [good, bad])
+    for r in (good, bad):
+        engine.admit(r)
+    while engine.has_work:
+        engine.step()
+    engine.check_idle()
     assert good.output_ids == [2, 3, 4, 5, 6, 7]
     assert bad.finish_reason == "error" and bad.output_ids == [12, 13] and "thirteen" in str(bad.exception)
 
@@ -105,7 +102,7 @@ def test_a_forward_that_raises_loses_nothing_of_the_step_before_it(sampler: Samp
 def test_a_request_short_of_blocks_waits_for_the_commit_and_the_newest_gives_way(sampler: Sampler) -> None:
     engine = make_engine(sampler=sampler, overlap=True, num_blocks=4, block_size=2)
     first, second = request("first", [1, 2], 5), request("second", [11, 12], 5)
-    run(engine, [first, second])
+    run_all(engine, [first, second])
     assert first.output_ids == [3, 4, 5, 6, 7] and second.output_ids == [13, 14, 15, 16, 17]
     assert first.metrics.preemptions == 0 and second.metrics.preemptions > 0
 

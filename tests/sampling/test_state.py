@@ -6,6 +6,7 @@ import pytest
 import torch
 from fake_runner import make_engine
 from option_cases import PROMPT, generated_tokens, manager_of
+from running import run_all
 from tiny_models import make_model, make_prompts
 from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
 
@@ -91,9 +92,7 @@ def test_drafts_leave_a_state_alone_and_penalties_see_them(llama) -> None:
         engine = make_engine(drafts=drafts) if drafts else make_engine()
         recipe = make_recipe(llama, None, given | options, tokenizer=None, default_length=40)
         request = Request("r", [3, 5, 6], recipe.for_prompt([3, 5, 6]))
-        engine.admit(request)
-        while engine.has_work:
-            engine.step()
+        run_all(engine, [request])
         return request, engine.num_steps
 
     plain, _ = run(None, **penalties)
