@@ -45,6 +45,11 @@ class Surroundings:
     need_seqs: int | None = None
     block_size: int = BLOCK_SIZE  # the attention backend's usual one
 
+    @property
+    def row_bytes(self) -> int:
+        """Of a request's recurrent states: its own, and its row in the batch of those that decode."""
+        return 2 * self.state_bytes
+
 
 USUAL_TOKENS, USUAL_SEQS = 8192, 256  # of a step on a GPU
 CPU_KV_CAP = 4 * 2**30  # a library in somebody's notebook does not fill the machine; kv_budget asks for more
@@ -75,9 +80,8 @@ def resolve(config: EngineConfig, around: Surroundings) -> ResolvedConfig:
     if on_cpu and config.max_memory_fraction is None:
         room = min(room, CPU_KV_CAP)
     usual_seqs, why_seqs = 64 if on_cpu else USUAL_SEQS, f"usual on {around.device_type}"
-    states = 2 * around.state_bytes  # a request's own, and its row in the batch of those that decode
-    if usual_seqs * states > room // 2:
-        usual_seqs = max(1, room // 2 // states)
+    if usual_seqs * around.row_bytes > room // 2:
+        usual_seqs = max(1, room // 2 // around.row_bytes)
         why_seqs = f"recurrent states of {around.state_bytes} bytes may take half of {room / 2**30:.2f} GiB"
     max_num_seqs = auto("max_num_seqs", usual_seqs, why_seqs)
     max_batch_tokens = auto("max_batch_tokens", 512 if on_cpu else USUAL_TOKENS, f"usual on {around.device_type}")
@@ -87,42 +91,17 @@ def resolve(config: EngineConfig, around: Surroundings) -> ResolvedConfig:
     need_tokens = seqs * max_model_len if around.need_tokens is None else around.need_tokens
     need = around.num_groups * (-(-need_tokens // block_size) + 2 * (around.need_seqs or seqs))
     per_block = around.block_bytes(block_size)
-    if config.num_blocks is not None:
-        num_blocks, why["num_blocks"] = config.num_blocks, "given"
-    elif config.kv_budget is not None:
-        num_blocks = parse_bytes(config.kv_budget) // per_block
-        why["num_blocks"] = f"kv_budget={config.kv_budget} bytes at {per_block} bytes a block"
-    else:
-        if seqs * states > 0.9 * room:
-            raise OptionError(
-                f"The recurrent states of {seqs} requests take {seqs * states / 2**30:.1f} GiB, and "
-                f"{room / 2**30:.1f} GiB may be used: lower max_num_seqs, or raise max_memory_fraction."
-            )
-        room -= seqs * states
-        num_blocks = min(need, room // per_block)
-        why["num_blocks"] = (
-            f"{fraction:.0%} of {around.free_bytes / 2**30:.1f} GiB free, at most {room / 2**30:.2f} GiB, "
-            f"{per_block} bytes a block; all requests together need at most {need}"
-        )
+    num_blocks, why["num_blocks"] = _num_blocks(config, around, room, fraction, seqs, per_block, need)
     if num_blocks < around.num_groups:
         raise OptionError(
             f"The KV cache would have {num_blocks} blocks and needs at least {around.num_groups} (one for each layer "
             f"group; a block of {block_size} tokens takes {per_block} bytes): raise kv_budget or num_blocks, or free "
             f"memory."
         )
-    on_cuda = around.device_type == "cuda"
-    if config.cuda_graphs and not on_cuda:
-        raise OptionError(f"cuda_graphs=True needs a model on CUDA, and this one is on {around.device_type}: leave it.")
-    if config.cpu_offload_space and on_cpu:
-        raise OptionError("cpu_offload_space is for a model on a GPU: this one's KV cache is in the host's memory.")
-    if config.cpu_offload_space and around.state_bytes:
-        raise OptionError(
-            "cpu_offload_space keeps the KV blocks of requests that give way, and this model has layers with a state "
-            "besides: such requests are computed again. Leave it unset."
-        )
+    _check_device(config, around)
     return ResolvedConfig(
         block_size=block_size,
-        num_blocks=int(num_blocks),
+        num_blocks=num_blocks,
         max_batch_tokens=max_batch_tokens,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
@@ -130,9 +109,45 @@ def resolve(config: EngineConfig, around: Surroundings) -> ResolvedConfig:
         prefix_caching=config.prefix_caching,
         overlap=auto("overlap", not on_cpu, f"usual on {around.device_type}"),
         host_blocks=parse_bytes(config.cpu_offload_space) // per_block if config.cpu_offload_space else 0,
-        cuda_graphs=auto("cuda_graphs", on_cuda, f"usual on {around.device_type}"),
+        cuda_graphs=auto("cuda_graphs", around.device_type == "cuda", f"usual on {around.device_type}"),
         most_rows=seqs,
         trace_steps=config.trace_steps,
         itl_target=config.itl_target,
         reasons=why,
     )
+
+
+def _num_blocks(
+    config: EngineConfig, around: Surroundings, room: int, fraction: float, seqs: int, per_block: int, need: int
+) -> tuple[int, str]:
+    """How many KV blocks there are, and why: as told, or what is needed of the `room`, in bytes, that may be used."""
+    if config.num_blocks is not None:
+        return config.num_blocks, "given"
+    if config.kv_budget is not None:
+        why = f"kv_budget={config.kv_budget} bytes at {per_block} bytes a block"
+        return int(parse_bytes(config.kv_budget) // per_block), why
+    states = seqs * around.row_bytes
+    if states > 0.9 * room:
+        raise OptionError(
+            f"The recurrent states of {seqs} requests take {states / 2**30:.1f} GiB, and "
+            f"{room / 2**30:.1f} GiB may be used: lower max_num_seqs, or raise max_memory_fraction."
+        )
+    room -= states
+    why = (
+        f"{fraction:.0%} of {around.free_bytes / 2**30:.1f} GiB free, at most {room / 2**30:.2f} GiB, "
+        f"{per_block} bytes a block; all requests together need at most {need}"
+    )
+    return int(min(need, room // per_block)), why
+
+
+def _check_device(config: EngineConfig, around: Surroundings) -> None:
+    """Raises OptionError for what the model's device does not have."""
+    if config.cuda_graphs and around.device_type != "cuda":
+        raise OptionError(f"cuda_graphs=True needs a model on CUDA, and this one is on {around.device_type}: leave it.")
+    if config.cpu_offload_space and around.device_type == "cpu":
+        raise OptionError("cpu_offload_space is for a model on a GPU: this one's KV cache is in the host's memory.")
+    if config.cpu_offload_space and around.state_bytes:
+        raise OptionError(
+            "cpu_offload_space keeps the KV blocks of requests that give way, and this model has layers with a state "
+            "besides: such requests are computed again. Leave it unset."
+        )

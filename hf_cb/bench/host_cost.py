@@ -57,20 +57,7 @@ def measure(
     """Seconds of a step, as in COLUMNS without the share: medians, and the mean of the last one."""
     most = 2 * (steps + WARM_UP)
     mixed = kind == "mixed"  # then each step has a prompt too, which wants one token
-    blocks = -(-(rows * (context + most) + 3 * mixed * CHUNK) // PAGE) + 2 * rows
-    options = EngineConfig(
-        block_size=PAGE,
-        num_blocks=2 * blocks if kind == "two groups" else blocks,
-        max_num_seqs=rows + mixed,
-        max_batch_tokens=2**18,
-        prefix_caching=kind != "no prefix cache",
-        overlap=True,
-    )
-    config = resolve(options, Surroundings(2**30, 2**62, "cuda", lambda size: 1))
-    runner = NoForward(kind == "two groups", rows + mixed, max(context, CHUNK) + most, device_s)
-    sampler = TimedSampler(clock, runner)
-    engine = Engine(runner, config, sampler=sampler, clock=clock)
-    engine.recovers = False
+    engine, sampler = _make_engine(kind, rows, context, most, device_s, clock)
     router, registry, metrics = Router(), Registry(0), Metrics()
     found: list[list[float]] = []
     last = [clock(), time.perf_counter()]
@@ -100,7 +87,7 @@ def measure(
     handles = [submit(f"r{i}", [i % VOCAB, i // VOCAB] * (context // 2), params) for i in range(rows - mixed)]
     while any(not request.num_output for request in router.live()):
         engine.step()
-    engine.scheduler.config = replace(config, prefill_chunk=CHUNK)
+    engine.scheduler.config = replace(engine.config, prefill_chunk=CHUNK)
     params = replace(params, max_new_tokens=1)
     handles += [submit(f"p{i}", [VOCAB + i] * CHUNK, params) for i in range(mixed * most)]
     loop.start(deliver, lambda dropped: None)
@@ -109,6 +96,28 @@ def measure(
     loop.join()
     own, on_clock = [column for *column, _ in found[WARM_UP:]], found[-1][-1] - found[WARM_UP - 1][-1]
     return [*map(median, zip(*own, strict=True)), on_clock / len(own)]
+
+
+def _make_engine(
+    kind: str, rows: int, context: int, most: int, device_s: float, clock: Callable[[], float]
+) -> tuple[Engine, TimedSampler]:
+    """With room for so many rows of so much context and `most` more tokens each."""
+    mixed = kind == "mixed"
+    blocks = -(-(rows * (context + most) + 3 * mixed * CHUNK) // PAGE) + 2 * rows
+    options = EngineConfig(
+        block_size=PAGE,
+        num_blocks=2 * blocks if kind == "two groups" else blocks,
+        max_num_seqs=rows + mixed,
+        max_batch_tokens=2**18,
+        prefix_caching=kind != "no prefix cache",
+        overlap=True,
+    )
+    config = resolve(options, Surroundings(2**30, 2**62, "cuda", lambda size: 1))
+    runner = NoForward(kind == "two groups", rows + mixed, max(context, CHUNK) + most, device_s)
+    sampler = TimedSampler(clock, runner)
+    engine = Engine(runner, config, sampler=sampler, clock=clock)
+    engine.recovers = False
+    return engine, sampler
 
 
 def _submit(
