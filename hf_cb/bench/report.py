@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hf_cb.bench.engines import HfCb
@@ -93,18 +93,8 @@ def table(summary: dict[str, Any]) -> str:
             f"{_show(engine['peak_bytes'], 2**-30, 2):>9}{_show(engine['of_floor'], 1, 2):>9}"
         )
     lines += [f"{name:<13} cannot: {why}" for name, why in summary["unable"].items()]
-    floor = summary.get("floor")
-    if floor:
-        lines += [
-            "",
-            f"floor: {floor['tok_s']:.1f} tok/s, {floor['seconds']:.2f} s, from {floor['bandwidth_gb_s']:.1f} GB/s and "
-            f"{floor['product_gflop_s']:.0f} GFLOP/s ({floor['product']})",
-        ]
-        worst = [min(seen[key] for seen in floor["seen"]) for key in ("bandwidth_gb_s", "product_gflop_s")]
-        if worst[0] < STEADY * floor["bandwidth_gb_s"] or worst[1] < STEADY * floor["product_gflop_s"]:
-            lines.append(
-                f"the machine's speed varies: {worst[0]:.1f} GB/s and {worst[1]:.0f} GFLOP/s were seen as well"
-            )
+    if summary.get("floor"):
+        lines += ["", *_floor_lines(summary["floor"])]
     others = max((engine["other_cores"] or 0.0 for engine in summary["engines"].values()), default=0.0)
     if (said := disturbed(others)) is not None:
         lines += ["", f"{said}: measure on a quiet machine"]
@@ -124,6 +114,16 @@ def table(summary: dict[str, Any]) -> str:
         ]
     lines += [f"PROBLEM {problem}" for problem in summary["problems"]]
     return "\n".join(lines)
+
+
+def _floor_lines(floor: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"floor: {floor['tok_s']:.1f} tok/s, {floor['seconds']:.2f} s, from {floor['bandwidth_gb_s']:.1f} GB/s and "
+        f"{floor['product_gflop_s']:.0f} GFLOP/s ({floor['product']})"
+    )
+    worst = [min(seen[key] for seen in floor["seen"]) for key in ("bandwidth_gb_s", "product_gflop_s")]
+    if worst[0] < STEADY * floor["bandwidth_gb_s"] or worst[1] < STEADY * floor["product_gflop_s"]:
+        yield f"the machine's speed varies: {worst[0]:.1f} GB/s and {worst[1]:.0f} GFLOP/s were seen as well"
 
 
 def _engine(result: BenchResult, name: str, floor: Floor | None) -> dict[str, Any]:

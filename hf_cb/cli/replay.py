@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_cb.cli import model as models
 from hf_cb.cli.job import INTERRUPTED
 from hf_cb.cli.numbers import count, count_or_zero, not_negative, share
 from hf_cb.errors import OptionError
 from hf_cb.words import duration
+
+if TYPE_CHECKING:
+    from hf_cb.bench.replay.turn import Turn
+    from hf_cb.config import EngineConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,13 +111,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    """What the figures hold for, the settings in words, and the turns of all rounds that were finished."""
     from hf_cb.bench.machine import circumstances
     from hf_cb.bench.replay.calls import make_calls
     from hf_cb.bench.replay.formats import shape
-    from hf_cb.bench.replay.play import play
     from hf_cb.bench.replay.settings import HELD, check_comparable
     from hf_cb.bench.replay.summary import described, replayed
-    from hf_cb.bench.replay.turn import Turn
     from hf_cb.metrics.files import write_file
     from hf_cb.models.plan import model_length
 
@@ -136,6 +140,17 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any],
         file=sys.stderr,
         flush=True,
     )
+    turns = _played(model, configs, calls, args.repeat)
+    if len(turns) < args.repeat * len(configs):
+        done = len(turns) // len(configs)
+        about["notes"] = [f"interrupted: {done} of {args.repeat} rounds were finished, and no others are told of"]
+    return about, described(settings, configs), turns
+
+
+def _played(model: Any, configs: Mapping[str, EngineConfig], calls: list[Any], rounds: int) -> list[Turn]:
+    """Plays them, and tells of each turn; after an interrupt those of whole rounds, if there is one."""
+    from hf_cb.bench.replay.play import play
+
     turns: list[Turn] = []
 
     def say(turn: Turn) -> None:
@@ -144,14 +159,12 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any],
         print(said, file=sys.stderr, flush=True)
 
     try:
-        play(model, configs, calls, args.repeat, say)
+        play(model, configs, calls, rounds, say)
     except KeyboardInterrupt:
-        done = len(turns) // len(configs)
-        if not done:
+        if len(turns) < len(configs):
             raise
-        del turns[done * len(configs) :]  # settings are compared round by round
-        about["notes"] = [f"interrupted: {done} of {args.repeat} rounds were finished, and no others are told of"]
-    return about, described(settings, configs), turns
+        del turns[len(turns) // len(configs) * len(configs) :]  # settings are compared round by round
+    return turns
 
 
 def _settings(args: argparse.Namespace) -> list[Any]:
