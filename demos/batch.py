@@ -76,7 +76,7 @@ def main() -> int:
                 print_answer(question, result)
 
     hf_cb.restore(model)
-    print("\ncomparing with generate() ...", flush=True)
+    print(f"\ncomparing with generate(), {options.rounds} times:", flush=True)
     plain_tokens, plain_s = plain_generate(model, tokenizer, chats, options)
     busy, cores = others.cores_used(), psutil.cpu_count() or 1
 
@@ -147,6 +147,7 @@ def plain_generate(model, tokenizer, chats, options) -> tuple[int, list[float]]:
         start = time.perf_counter()
         rows = run(chats, options.max_new_tokens)
         seconds.append(time.perf_counter() - start)
+        print(f"  {seconds[-1]:.1f} s", flush=True)
     eos = model.generation_config.eos_token_id
     stops = set(eos) if isinstance(eos, list) else {eos}
     # a row counts up to its end-of-sequence token; what follows is padding

@@ -1,4 +1,4 @@
-"""What a follower does and does not do after it has failed, without other processes: the test is its driver."""
+"""What a follower does and does not do, without other processes: the test is its driver."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import pickle
 import socket
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import distributed
 
+from hf_cb.errors import RankError
+from hf_cb.manager.manager import ContinuousBatchingManager
 from hf_cb.manager.ranks.follower import Follower
+from hf_cb.manager.ranks.following_manager import FollowingManager
 
 
 class Worker:
@@ -81,3 +85,13 @@ def test_a_later_failure_of_the_drivers_does_not_settle_an_earlier_one(driver: D
     driver.tell("settle", 1)
     assert driver.hear() == ("settled", 1)
     assert driver.worker.done == [1, "dropped 7"]
+
+
+def test_its_manager_has_all_that_the_drivers_has_or_refuses_it() -> None:
+    internal = {"recipe", "submit_ids", "recorder"}
+    public = {name for name in dir(ContinuousBatchingManager) if name[0] != "_"} - internal
+    assert public <= set(dir(FollowingManager)), public - set(dir(FollowingManager))
+    manager = FollowingManager(SimpleNamespace(rank=1), 0, 0)
+    for call in (manager.submit, manager.stats, manager.trace, manager.display, manager.record):
+        with pytest.raises(RankError, match="this is rank 1"):
+            call()

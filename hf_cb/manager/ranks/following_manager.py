@@ -92,7 +92,7 @@ class FollowingManager:
             f"model.generate_batch on every rank."
         )
 
-    submit = stats = trace = _refuse
+    submit = stats = trace = display = record = _refuse
 
     def pause(self) -> AbstractContextManager[None]:
         """Not for several ranks."""
