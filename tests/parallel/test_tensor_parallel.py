@@ -10,26 +10,13 @@ import rank_scenarios
 import torch
 import transformers
 from rank_scenarios import PROMPTS
-from ranks import run_ranks, values
+from ranks import NEEDS_RANKS, run_ranks, values
 from tiny_models import SHAPE, generate_alone, greedy, make_model
-from torch import distributed
 
 import hf_cb
 from hf_cb.models.twin import spread_weights
 
-pytestmark = [
-    pytest.mark.skipif(
-        not (distributed.is_available() and distributed.is_gloo_available()), reason="needs torch.distributed with gloo"
-    ),
-    pytest.mark.slow,
-]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("llama")
-    make_model("Llama").save_pretrained(path)
-    return str(path)
+pytestmark = NEEDS_RANKS
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +25,6 @@ def folders(folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
     path = tmp_path_factory.mktemp("llama4")
     make_model("Llama", num_key_value_heads=4).save_pretrained(path)
     return {2: folder, 4: str(path)}
-
-
-@pytest.fixture(scope="module")
-def want() -> list[list[int]]:
-    model = make_model("Llama")
-    return [generate_alone(model, prompt, greedy()) for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")

@@ -5,30 +5,10 @@ from __future__ import annotations
 import pytest
 import rank_disorder
 import torch
-from rank_scenarios import PROMPTS
-from ranks import run_ranks, values
+from ranks import NEEDS_RANKS, run_ranks, values
 from tiny_models import generate_alone, greedy, make_model
-from torch import distributed
 
-pytestmark = [
-    pytest.mark.skipif(
-        not (distributed.is_available() and distributed.is_gloo_available()), reason="needs torch.distributed with gloo"
-    ),
-    pytest.mark.slow,
-]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("llama")
-    make_model("Llama").save_pretrained(path)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def want() -> list[list[int]]:
-    model = make_model("Llama")
-    return [generate_alone(model, prompt, greedy()) for prompt in PROMPTS]
+pytestmark = NEEDS_RANKS
 
 
 def test_calls_that_the_ranks_make_differently_are_refused_on_all_of_them(

@@ -13,8 +13,17 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.tensor", "transformers", "rank_scenarios", "rank_disorder"]
+import pytest
+from torch import distributed
+
+PRELOAD = ["torch", "torch.distributed.tensor", "transformers", "ranks", "rank_scenarios", "rank_disorder"]
 HANGS_S = 40.0
+NEEDS_RANKS = [
+    pytest.mark.skipif(
+        not (distributed.is_available() and distributed.is_gloo_available()), reason="needs torch.distributed with gloo"
+    ),
+    pytest.mark.slow,
+]
 
 
 @dataclass
