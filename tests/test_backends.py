@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from flash_stand_ins import attend
-from test_batch import part
+from handmade import part
 from tiny_models import generate_alone, greedy, make_model, make_prompts
 from torch import Tensor
 

@@ -12,7 +12,7 @@ from typing import Any
 import flash_stand_ins as stand_ins
 import pytest
 import torch
-from test_batch import part, plain_attention
+from handmade import part, plain_attention
 
 from hf_cb.attention import flash, torch_varlen
 from hf_cb.attention.flash import GENERATIONS, Flash, FlashBackend, Generation
