@@ -1,6 +1,7 @@
 """The house rules that a parser can check: the floors, optional packages, file length, docstrings."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,6 +130,12 @@ def optional_violations(source: str, module: str) -> list[str]:
 
 def _lies_in(name: str, room: str) -> bool:
     return f"{name}.".startswith(f"{room}.")
+
+
+def test_the_floors_are_those_that_contributors_read() -> None:
+    rows = re.findall(r"^\| (\d) \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    told = {int(floor): set(re.findall(r"`(\w+)`", rooms)) for floor, rooms in rows}
+    assert told == dict(enumerate(FLOORS))
 
 
 def test_imports_never_go_up():
