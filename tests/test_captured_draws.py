@@ -74,6 +74,24 @@ def test_a_token_is_drawn_in_the_recording_and_nowhere_else() -> None:
     assert 1 <= len(draws) <= 12, draws
 
 
+def test_settings_beyond_what_a_kernel_holds_are_the_largest_that_it_does() -> None:
+    """`generate` takes a top_k above the vocabulary's size for all of it, however large."""
+    seen: list[Any] = []
+
+    def noted(logits: Any, settings: Any) -> Any:
+        seen.append(settings)
+        return draw_by_hash(logits, settings)
+
+    harness = Harness(make_model("Llama"))
+    harness.engine.sampler = DeviceSampler(noted)
+    extremes = [Warpers(top_k=2**31), Warpers(top_k=2**32 + 1), Warpers(top_k=2**70, temperature=1e39)]
+    drawn = [SamplingParams(4, do_sample=True, warpers=warpers) for warpers in extremes]
+    harness.run([Request(f"r{i}", PROMPTS[i], params) for i, params in enumerate(drawn)])
+    for settings in (seen[0], harness.runner._inputs.settings(3)):  # behind a step, and in a recorded one
+        assert settings.top_ks[:3].tolist() == [2**31 - 1] * 3
+        assert settings.temperatures[:3].tolist() == [1.0, 1.0, pytest.approx(3.4028235e38)]
+
+
 def test_what_is_on_its_way_survives_a_recording() -> None:
     """The first request that is not greedy has its kind of step recorded, while the other's token is unread."""
     harness = Harness(make_model("Llama"), overlap=True)

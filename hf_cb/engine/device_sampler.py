@@ -18,6 +18,7 @@ from hf_cb.models.drawing import DrawTokens, draw_for, settings_for
 from hf_cb.steps import Draw, Drawn, Draws, PlanPart
 
 GREEDY = Draw(0.0, 0, 1.0, 0.0, 0)
+HOTTEST, MOST = torch.finfo(torch.float32).max, torch.iinfo(torch.int32).max  # what a row's settings can be
 
 
 class DeviceSampler(Sampler):
@@ -93,7 +94,7 @@ def _draw_of(request: Request) -> Draw:
     if w is None or not params.do_sample:
         return GREEDY
     seed = (params.seed + 2**63) % 2**64 - 2**63  # its lowest 64 bits
-    return Draw(w.temperature, w.top_k, w.top_p, w.min_p, seed)
+    return Draw(min(w.temperature, HOTTEST), min(w.top_k, MOST), w.top_p, w.min_p, seed)
 
 
 def _drawing(here: Drawn, rows: list[tuple[PlanPart, int]], counts: Sequence[int], more: More | None = None) -> Drawing:
