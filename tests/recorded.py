@@ -61,7 +61,8 @@ def draw_by_hash(logits: Tensor, settings: Settings) -> Drawn:
     hot = settings.temperatures[:, None] > 0
     scores = torch.where(hot, logits / settings.temperatures[:, None].clamp(min=1e-6), logits.float())
     tokens = torch.where(hot, scores + gumbel, scores.double()).argmax(-1)
-    return Drawn(tokens, (scores.gather(1, tokens[:, None]) - scores.logsumexp(-1, keepdim=True))[:, 0].float())
+    logprobs = (scores.gather(1, tokens[:, None]) - scores.logsumexp(-1, keepdim=True))[:, 0].float()
+    return Drawn(torch.where(logits.isnan().any(-1), -1, tokens), logprobs)
 
 
 class TensorBackend(ReferenceBackend):
@@ -94,6 +95,7 @@ class TensorBackend(ReferenceBackend):
         if layer.window is not None:
             seen &= at > position[:, None] - layer.window
         keys, values = (x.repeat_interleave(layer.num_heads // layer.num_kv_heads, 1) for x in (keys, values))
+        values = torch.where(seen[:, None, :, None], values, 0.0)  # a kernel does not read the others
         scores = torch.einsum("thd,thkd->thk", q, keys) * layer.scale
         weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
         return torch.einsum("thk,thkd->thd", weights, values)

@@ -92,6 +92,17 @@ def test_settings_beyond_what_a_kernel_holds_are_the_largest_that_it_does() -> N
         assert settings.temperatures[:3].tolist() == [1.0, 1.0, pytest.approx(3.4028235e38)]
 
 
+def test_a_runner_that_cannot_draw_leaves_its_logits() -> None:
+    found = []
+    for draw in (draw_by_hash, None):
+        harness = Harness(make_model("Llama"), overlap=True)
+        harness.runner._draw = draw
+        harness.run(made := requests("drawn"))
+        assert harness.replays > 8
+        found.append([r.output_ids for r in made])
+    assert found[0] == found[1]
+
+
 def test_what_is_on_its_way_survives_a_recording() -> None:
     """The first request that is not greedy has its kind of step recorded, while the other's token is unread."""
     harness = Harness(make_model("Llama"), overlap=True)
