@@ -23,16 +23,22 @@ pytestmark = pytest.mark.usefixtures("intercepted")
 
 PROMPTS = make_prompts([9, 1, 26, 14, 5])
 DRAWN = dict(do_sample=True, warpers=Warpers(temperature=0.8))
+CHANGED = Penalties(repetition=1.5, bias=((7, 9.0),))  # which is often drawn then
 
 
 def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     raise AssertionError("the numbers say what it does")
 
 
+def roll(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores.roll(1, -1)
+
+
 MATES = {
     "drawn": [DRAWN | dict(seed=seed) for seed in (1, 2, 3, -4, 2**70)],
     "some greedy": [DRAWN, {}, DRAWN | dict(logprobs=True), dict(logprobs=True), {}],
-    "some penalised": [DRAWN, DRAWN | dict(penalties=Penalties(repetition=1.5), process=process), {}, DRAWN, DRAWN],
+    "some penalised": [DRAWN, DRAWN | dict(penalties=CHANGED, process=process), {}, DRAWN, DRAWN],
+    "some by their own processors": [DRAWN, DRAWN | dict(warpers=None, process=roll), {}, dict(process=roll), DRAWN],
     "some told more": [DRAWN, dict(top_logprobs=2, logprobs=True), DRAWN, dict(output_logits=True), {}],
 }
 
@@ -84,11 +90,12 @@ def test_settings_beyond_what_a_kernel_holds_are_the_largest_that_it_does() -> N
 
     harness = Harness(make_model("Llama"))
     harness.engine.sampler = DeviceSampler(noted)
-    extremes = [Warpers(top_k=2**31), Warpers(top_k=2**32 + 1), Warpers(top_k=2**70, temperature=1e39)]
-    drawn = [SamplingParams(4, do_sample=True, warpers=warpers) for warpers in extremes]
+    extremes = [(Warpers(top_k=2**31), -1), (Warpers(top_k=2**32 + 1), 2**63), (Warpers(1e39, 2**70), 2**70 + 5)]
+    drawn = [SamplingParams(4, do_sample=True, warpers=warpers, seed=seed) for warpers, seed in extremes]
     harness.run([Request(f"r{i}", PROMPTS[i], params) for i, params in enumerate(drawn)])
     for settings in (seen[0], harness.runner._inputs.settings(3)):  # behind a step, and in a recorded one
         assert settings.top_ks[:3].tolist() == [2**31 - 1] * 3
+        assert settings.seeds[:3].tolist() == [-1, -(2**63), 5], "the lowest 64 bits"
         assert settings.temperatures[:3].tolist() == [1.0, 1.0, pytest.approx(3.4028235e38)]
 
 

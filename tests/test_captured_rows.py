@@ -84,6 +84,23 @@ def test_prompts_that_come_token_by_token(overlap: bool) -> None:
     assert harness.replays
 
 
+def test_prompts_that_are_scored_token_by_token() -> None:
+    """Each has a row of logits then too, from which nothing is sampled."""
+    drawn: Any = dict(do_sample=True, seed=5, warpers=Warpers())
+    found = []
+    for budget in (2, 64):
+        harness = Harness(make_model("Llama"), overlap=True, max_num_seqs=2, max_batch_tokens=budget)
+        harness.engine.recovers = False
+        made = [Request(f"r{i}", p, SamplingParams(8, prompt_logprobs=1, **drawn)) for i, p in enumerate(PROMPTS[:4])]
+        made[0].params = SamplingParams(30, **drawn)
+        harness.run(made)
+        assert harness.replays > 8 and len(made[2].prompt_logprobs) == len(PROMPTS[2]) - 1
+        found.append(made)
+    for alone, together in zip(*found, strict=True):
+        assert alone.output_ids == together.output_ids
+        assert alone.prompt_logprobs == [pytest.approx(told, abs=1e-4) for told in together.prompt_logprobs]
+
+
 def test_a_step_behind_one_with_more_rows_than_are_recorded() -> None:
     harness = Harness(make_model("Llama"), overlap=True, max_num_seqs=8)
     harness.runner._sizes, harness.engine.recovers = ladder(2), False
