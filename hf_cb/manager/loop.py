@@ -141,8 +141,8 @@ class EngineLoop:
             if self._state == "running":
                 return
             self._deliver, self._cancel = deliver, cancel
-            self.fatal_error = self._stopping = None
-            self._pid = os.getpid()
+            self._pid, self.fatal_error, self._stopping = os.getpid(), None, None
+            self.engine.scheduler.expect(True)  # also behind a session that had no more
             release_idle_workers()  # the caller has probably just loaded the model
             args = (weakref.ref(self), weakref.ref(self.model), self._news, self._num_threads)
             thread = threading.Thread(target=run_while_alive, args=args, name="hf_cb", daemon=True)

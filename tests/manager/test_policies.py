@@ -79,6 +79,34 @@ def test_a_call_that_is_complete_waits_for_nobody(shared_llama, persistent: bool
         shared_llama.destroy_cached_continuous_batching_manager()
 
 
+def test_who_starts_a_kept_manager_by_hand_may_have_more(shared_llama) -> None:
+    """Though the call that left it behind had not."""
+    config = EngineConfig(policy=Static(2, quiet=LONG), block_size=4)
+    shared_llama.generate_batch(PROMPTS[:1], greedy(), config, persistent_manager=True)
+    manager = shared_llama.init_continuous_batching(continuous_batching_config=config)
+    watch = Watch(manager)
+    manager.start()
+    handles = [manager.submit(PROMPTS[0], greedy())]
+    assert watch.held.wait(30)
+    handles.append(manager.submit(PROMPTS[1], greedy()))
+    assert [h.result(30).generated_tokens for h in handles] == [want(shared_llama, i) for i in (0, 1)]
+    shared_llama.destroy_cached_continuous_batching_manager()
+
+
+def test_a_session_that_leaves_is_waited_for_no_longer(shared_llama) -> None:
+    config = EngineConfig(policy=Static(2, quiet=LONG), block_size=4)
+    shared_llama.generate_batch(PROMPTS[:1], greedy(), config, persistent_manager=True)
+    found: list[Any] = []
+    call = threading.Thread(target=lambda: found.extend(shared_llama.generate_batch(PROMPTS[:1], greedy()).values()))
+    with shared_llama.continuous_batching_context_manager() as manager:
+        watch = Watch(manager)
+        call.start()
+        assert watch.held.wait(30)
+    call.join(30)
+    assert [result.generated_tokens for result in found] == [want(shared_llama, 0)]
+    shared_llama.destroy_cached_continuous_batching_manager()
+
+
 def test_so_does_generate() -> None:
     model = hf_cb.accelerate(make_model(), modules="off", policy=Static(2, quiet=LONG), block_size=4)
     found = model.generate(torch.tensor([PROMPTS[0]]), generation_config=greedy())[0, len(PROMPTS[0]) :].tolist()
