@@ -77,14 +77,14 @@ class Scheduler:
         allowed = budget or self.config.max_batch_tokens
         shares = Shares(allowed, self._prompt_tokens(allowed), SCORED_ROWS)
         closed = False  # no new request may start
-        running, unasked = set(situation.running), len(situation.running)
+        running, unasked = set(situation.running), set(situation.running)
         for request in order_of(policy, situation):
             if closed and not unasked:
                 break  # only new requests are left, perhaps thousands, and none may start
             if not isinstance(request, Request):
                 raise _misnamed(policy, "order", request)
             is_running = request in running
-            unasked -= is_running
+            unasked.discard(request)
             if request.in_flight and not (run_ahead and _goes_on(request)):
                 continue
             if request in shares.parts or request in plan.preempted:

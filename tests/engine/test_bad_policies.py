@@ -53,6 +53,15 @@ class Swaps(Policy):
         return request
 
 
+class Repeats(Policy):
+    """Names one of the running twice, and others behind those who wait."""
+
+    name = "repeats"
+
+    def order(self, situation: Situation) -> Iterable[Request]:
+        return [*situation.running[:1] * 2, *situation.waiting, *situation.running[1:]]
+
+
 class Answers(Policy):
     """One of its methods returns what it may not."""
 
@@ -92,6 +101,12 @@ def test_a_running_request_of_another_manager_gets_no_blocks_here() -> None:
     engine = make_engine(policy=Named(theirs))
     with pytest.raises(RuntimeError, match="names 'theirs'"):
         run(engine, [request("a", [1, 2])])
+
+
+def test_who_is_named_twice_takes_nobodys_turn() -> None:
+    requests = [request(name, [i + 1], 9) for i, name in enumerate("abc")]
+    steps = run(make_engine(policy=Repeats(), max_num_seqs=2), requests)
+    assert [sorted(name for name, _ in step) for step in steps[:9]] == [["a", "b"]] * 9
 
 
 def test_fair_keeps_counters_apart_though_another_manager_looks_in_between() -> None:
