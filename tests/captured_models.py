@@ -21,11 +21,11 @@ from hf_cb.models.recorded.captured import CapturedModel
 class Harness:
     """A model, an engine whose decode steps are recorded, and the recordings. `far`: on the device of `far_device`."""
 
-    def __init__(self, model: Any, far: bool = False, **options: Any) -> None:
+    def __init__(self, model: Any, far: bool = False, host_blocks: int = 0, **options: Any) -> None:
         self.model, self.captures, self.pools = model, [], 0
         options = dict(block_size=4, max_num_seqs=4, max_model_len=64) | options
         plan = plan_paged(model, EngineConfig(**options))
-        config, trace, backend = plan.config, plan.trace, TensorBackend()
+        config, trace, backend = dataclasses.replace(plan.config, host_blocks=host_blocks), plan.trace, TensorBackend()
         if far:
             move(model)
             trace = dataclasses.replace(trace, layers=[dataclasses.replace(x, device=DEVICE) for x in trace.layers])
@@ -41,6 +41,7 @@ class Harness:
             backend,
             config.num_blocks,
             config.block_size,
+            host_blocks,
         )
         self.engine = Engine(self.runner, config, sampler=DeviceSampler(draw_by_hash))
 

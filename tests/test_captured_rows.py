@@ -108,3 +108,30 @@ def test_a_step_behind_one_with_more_rows_than_are_recorded() -> None:
     harness.run(requests)
     want = [generate_alone(harness.model, r.prompt_ids, greedy(r.params.max_new_tokens)) for r in requests]
     assert [r.output_ids for r in requests] == want and len(harness.captures) == 2 and harness.replays > 8
+
+
+@pytest.mark.parametrize("way", ["copies", "loads"])
+def test_blocks_are_copied_and_loaded_in_front_of_a_recorded_step(way: str) -> None:
+    """Of a prompt that is forked, and of requests that gave way and had their keys saved."""
+    options = dict(num_blocks=12, host_blocks=40) if way == "loads" else {}
+    harness = Harness(make_model("Llama"), overlap=True, prefix_caching=False, **options)
+    harness.engine.recovers = False
+    harness.runner.warm_up()
+    seen, fill = 0, harness.runner._inputs.fill
+
+    def counted(batch: StepBatch, size: int) -> None:
+        nonlocal seen
+        seen += any(getattr(group, way) for group in batch.groups)
+        fill(batch, size)
+
+    harness.runner._inputs.fill = counted
+    first = Request("first", PROMPTS[3], SamplingParams(20))
+    made = [first]
+    if way == "copies":
+        made.append(Request("fork", PROMPTS[3], SamplingParams(20), fork_of=first))
+    else:
+        made += [Request(f"r{i}", PROMPTS[i], SamplingParams(20)) for i in (0, 1, 4)]
+    harness.run(made)
+    assert seen and [r.output_ids for r in made] == [
+        generate_alone(harness.model, r.prompt_ids, greedy(20)) for r in made
+    ]
