@@ -62,6 +62,7 @@ def test_tokens(kind: str, overlap: bool) -> None:
     assert replays > 8 and harness.replays == replays
     for drawn, behind in zip(got, want, strict=True):
         assert drawn.output_ids == behind.output_ids and drawn.logprobs == pytest.approx(behind.logprobs, abs=1e-4)
+        assert len(drawn.logprobs) == drawn.num_output * drawn.params.logprobs
 
 
 def test_a_token_is_drawn_in_the_recording_and_nowhere_else() -> None:
@@ -97,6 +98,16 @@ def test_settings_beyond_what_a_kernel_holds_are_the_largest_that_it_does() -> N
         assert settings.top_ks[:3].tolist() == [2**31 - 1] * 3
         assert settings.seeds[:3].tolist() == [-1, -(2**63), 5], "the lowest 64 bits"
         assert settings.temperatures[:3].tolist() == [1.0, 1.0, pytest.approx(3.4028235e38)]
+
+
+def test_a_greedy_request_with_penalties_is_greedy_beside_those_that_draw() -> None:
+    found = []
+    for mates in ([], [DRAWN, DRAWN]):
+        options = [dict(penalties=CHANGED, warpers=Warpers(), process=process), *mates]
+        made = [Request(f"r{i}", PROMPTS[i], SamplingParams(12, **more)) for i, more in enumerate(options)]
+        Harness(make_model("Llama"), overlap=True).run(made)
+        found.append(made[0].output_ids)
+    assert found[0] == found[1]
 
 
 def test_a_runner_that_cannot_draw_leaves_its_logits() -> None:
