@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -98,7 +99,7 @@ class Cuda:
 
         class Recorder:
             def __enter__(self) -> None:
-                assert capture._recording.locked(), "one at a time in a process"
+                assert capture._recording.locked() and not gc.isenabled(), "one at a time in a process"
                 self.before, cuda.current = cuda.current, stream
 
             def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -122,7 +123,7 @@ def test_captures_share_pool_and_stream_on_the_models_device(cuda: Cuda) -> None
     first, second = make(), make()
     assert first.record(lambda: X) is X and second.record(lambda: MASK) is MASK
     assert cuda.said == [("pool 0", device, "thread_local")] * 2 and first._stream is second._stream
-    assert cuda_captures(device)()._pool != first._pool and cuda.current == "default of cuda:1"
+    assert cuda_captures(device)()._pool != first._pool and cuda.current == "default of cuda:1" and gc.isenabled()
 
 
 def test_a_recording_that_fails_says_why_and_gives_the_stream_back(cuda: Cuda) -> None:

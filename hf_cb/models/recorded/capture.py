@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -77,6 +79,18 @@ def _obstacle(func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> str | No
     return None
 
 
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """What is collected may wait for the device, or give its memory back, and that ends a recording."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 class CudaCapture:
     """A CUDA graph. `pool`: the memory of all graphs of which only one runs at a time; they also share a `stream`, so
     that memory is found again."""
@@ -90,7 +104,7 @@ class CudaCapture:
         before, failure = torch.cuda.current_stream(self._stream.device), None
         # other threads may allocate meanwhile: what they do must not spoil the recording
         recorder = torch.cuda.graph(self._graph, self._pool, self._stream, capture_error_mode="thread_local")
-        with _recording:
+        with _recording, _without_collector():
             try:
                 with recorder:
                     try:
