@@ -68,7 +68,8 @@ def test_a_managers_page(shared_llama) -> None:
     parser = pytest.importorskip("prometheus_client.parser", reason="the extra `serve` is not installed")
     config = EngineConfig(block_size=4, num_blocks=12, max_num_seqs=4)
     with shared_llama.continuous_batching_context_manager(continuous_batching_config=config) as manager:
-        handles = [manager.submit(p, greedy(9)) for p in make_prompts([5, 9, 13])]
+        with manager.pause():  # they begin together, and one has to give way
+            handles = [manager.submit(p, greedy(9)) for p in make_prompts([5, 9, 13])]
         manager.submit(make_prompts([3])[0], greedy(2), stop_strings=None).result()
         for handle in handles:
             handle.result()
