@@ -73,11 +73,22 @@ class SamplingParams:
     output_logits: bool = False
     output_scores: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the largest of its raw logits is a request's next token."""
+        return not self.do_sample and self.process is None
+
+    @property
+    def tells_more(self) -> bool:
+        """Whether a token is not enough, nor one with its log-probability among the tokens that the processors
+        leave."""
+        other = self.raw_logprobs and self.logprobs
+        return other or self.top_logprobs is not None or self.output_logits or self.output_scores
+
     @cached_property
     def is_bare(self) -> bool:
-        """Whether the largest of its raw logits is a request's next token, and nothing else is asked for."""
-        told = self.logprobs or self.top_logprobs is not None or self.output_logits or self.output_scores
-        return not (self.do_sample or self.process is not None or told)
+        """Whether it is plain, and its token is all that is asked for."""
+        return self.is_plain and not (self.logprobs or self.tells_more)
 
 
 @dataclass

@@ -119,10 +119,8 @@ def _attention(
         has_sinks=s_aux is not None,
     )
     device = query.device.type
-    # shapes alone (`hf-cb plan`) know no autocast
-    if device != "meta" and torch.is_autocast_enabled(
-        device
-    ):  # torch's own attention computes in that dtype then, whatever it is given
+    # torch's own attention computes in autocast's dtype, whatever it is given; shapes alone (`hf-cb plan`) know none
+    if device != "meta" and torch.is_autocast_enabled(device):
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return step.attend(module, q, k, v, call, s_aux)[None], None

@@ -13,6 +13,7 @@ from typing import Any
 from hf_cb.cli import model as models
 from hf_cb.cli.numbers import count, not_negative
 from hf_cb.errors import OptionError
+from hf_cb.values import is_number
 
 RING = 1 << 17  # steps: enough for a run that somebody waits for
 MANY = 32  # requests up to which each is explained
@@ -108,7 +109,7 @@ def _job(line: str, where: str, max_new_tokens: int) -> Job:
     length, arrival = given.get("max_new_tokens", max_new_tokens), given.get("arrival", 0.0)
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise OptionError(f"{where}: max_new_tokens must be a whole number from 1 up, not {length!r}.")
-    if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not 0 <= arrival < float("inf"):
+    if not is_number(arrival) or not 0 <= arrival < float("inf"):
         raise OptionError(f"{where}: arrival must be a number of seconds from 0 up, not {arrival!r}.")
     return Job(given["prompt"], length, arrival)
 

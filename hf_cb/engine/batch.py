@@ -22,9 +22,8 @@ def build(plan: StepPlan, num_groups: int, block_size: int, unread: Unread | Non
     parts = plan.parts
     counts, starts = [p.num_tokens for p in parts], [p.start for p in parts]
     seq_lens = [start + count for start, count in zip(starts, counts, strict=True)]
-    decodes = max(counts) == 1 and all(
-        p.samples + p.prompt_rows == 1 for p in parts
-    )  # most steps: each part is one token and one row
+    # most steps: each part is one token and one row
+    decodes = max(counts) == 1 and all(p.samples + p.prompt_rows == 1 for p in parts)
     ids, carried = _ids(parts, unread)
     tables = [[p.request.tables[g] for p in parts] for g in range(num_groups)]
     columns = _decode_columns(starts, tables, block_size) if decodes else _columns(parts, tables, block_size)

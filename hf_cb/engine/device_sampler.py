@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hf_cb.core import Request
-from hf_cb.engine.logprobs import More, numbers_of, rows_that_tell, tell, tells_more
+from hf_cb.engine.logprobs import More, numbers_of, rows_that_tell, tell
 from hf_cb.engine.penalising import penalised
-from hf_cb.engine.sampler import Drawing, Sampled, Sampler, drawn, edits_of, is_plain, sample_row
+from hf_cb.engine.sampler import Drawing, Sampled, Sampler, drawn, edits_of, sample_row
 from hf_cb.kernels.device import fetched, sent
 from hf_cb.kernels.reference.sampling import best_tokens
 from hf_cb.models.drawing import DrawTokens, draw_for, settings_for
@@ -39,9 +39,7 @@ class DeviceSampler(Sampler):
         rows: list[Draw] = []
         for part in parts:
             params = part.request.params
-            if part.prompt_rows or params.penalties is not None or tells_more(params):
-                return None
-            if not self._is_here(part.request):
+            if part.prompt_rows or params.penalties is not None or params.tells_more or not self._is_here(part.request):
                 return None
             rows += [_draw_of(part.request)] * part.samples
         return Draws(rows)
@@ -53,11 +51,10 @@ class DeviceSampler(Sampler):
             return _drawing(logits, rows, counts)
         here = [i for i, (part, _) in enumerate(rows) if self._is_here(part.request)]
         if len(here) == len(rows):
-            found_here = self._at_device(logits, rows)
+            there = self._at_device(logits, rows)
             telling = rows_that_tell(parts, here, {})
-            chosen_tokens = found_here.tokens
-            more = More(logits, telling, chosen_tokens[numbers_of(telling, logits.device)]) if telling else None
-            return _drawing(found_here, rows, counts, more)
+            more = More(logits, telling, there.tokens[numbers_of(telling, logits.device)]) if telling else None
+            return _drawing(there, rows, counts, more)
         found: dict[int, Sampled] = {}
         if here:
             chosen = [rows[i] for i in here]
@@ -71,7 +68,7 @@ class DeviceSampler(Sampler):
 
     def _is_here(self, request: Request) -> bool:
         params = request.params
-        return is_plain(request) or (params.warpers is not None and (self._draw is not None or not params.do_sample))
+        return params.is_plain or (params.warpers is not None and (self._draw is not None or not params.do_sample))
 
     def _at_device(self, logits: Tensor, rows: list[tuple[PlanPart, int]]) -> Drawn:
         edits = [edits_of(part, i) for part, i in rows]

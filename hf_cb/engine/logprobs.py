@@ -26,12 +26,6 @@ SLICE = 64  # rows of a prompt that are float32 at a time
 Scores = dict[Request, list[dict[int, float]]]
 
 
-def tells_more(params: SamplingParams) -> bool:
-    """Whether a token is not enough, nor one with its log-probability among the tokens that the processors leave."""
-    other = params.raw_logprobs and params.logprobs
-    return other or params.top_logprobs is not None or params.output_logits or params.output_scores
-
-
 @dataclass
 class Row:
     """A sampled row that tells more.
@@ -126,7 +120,7 @@ def rows_that_tell(parts: Sequence[PlanPart], among: Container[int], kept: Mappi
     number = 0
     for part in parts:
         request, params = part.request, part.request.params
-        if tells_more(params):
+        if params.tells_more:
             numbers = [(number + i, part.drafts[:i]) for i in range(part.samples) if number + i in among]
             left = {} if params.raw_logprobs or params.penalties is not None else kept
             rows += [Row(n, params, request.token_ids + drafts, left.get(n)) for n, drafts in numbers]

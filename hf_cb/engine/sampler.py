@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_cb.core import Request
-from hf_cb.engine.logprobs import More, Row, tell, tells_more
+from hf_cb.engine.logprobs import More, Row, tell
 from hf_cb.errors import describe
 from hf_cb.kernels.cpu import library as lib
 from hf_cb.kernels.cpu import sampler as op
@@ -99,7 +99,7 @@ class Sampler:
             tell(scores, parts, found, {d.row: t.kept for d, t in pairs if not d.greedy})
             return found
         rows = [part.request for part in parts for _ in range(part.samples)]
-        plain = [i for i, request in enumerate(rows) if is_plain(request)]
+        plain = [i for i, request in enumerate(rows) if request.params.is_plain]
         if not plain:
             return {}
         picked = logits if len(plain) == len(rows) else logits[torch.tensor(plain, device=logits.device)]
@@ -114,7 +114,7 @@ def _draws(parts: Sequence[PlanPart]) -> list[op.Draw]:
     for part in parts:
         request, params = part.request, part.request.params
         for i in range(part.samples):
-            if is_plain(request):
+            if params.is_plain:
                 draws.append(op.Draw(row, greedy=True, logprobs=params.logprobs))
             elif params.warpers is not None:
                 w, greedy = params.warpers, not params.do_sample
@@ -144,12 +144,6 @@ def drawn(token: int, logprob: float | None) -> Sampled:
 
 def _only_its_token(part: PlanPart) -> bool:
     return not part.prompt_rows and (part.request.params.is_bare or not part.samples)
-
-
-def is_plain(request: Request) -> bool:
-    """Whether the largest of its raw logits is a request's next token."""
-    params = request.params
-    return not params.do_sample and params.process is None
 
 
 def _greedy(logits: Tensor, requests: list[Request]) -> list[Sampled]:
@@ -186,7 +180,7 @@ def sample_row(logits: Tensor, request: Request, ids: list[int]) -> Sampled:
         token = pick(scores[0], u) if params.do_sample else int(scores[0].argmax())
         logprob = float(scores[0, token] - scores[0].logsumexp(-1)) if params.logprobs else None
         sampled = Sampled(token, logprob)
-        if tells_more(params):
+        if params.tells_more:
             row = Row(0, params, ids, scores=scores[0])
             More(logits[None], [row], torch.tensor([token], device=logits.device)).add_to({0: sampled})
     except Exception as error:  # a request's own processor: it ends that request and nobody else's

@@ -13,7 +13,7 @@ from hf_cb.engine.pacing import Pacing
 from hf_cb.engine.shares import Shares
 from hf_cb.engine.speculation import DraftSource
 from hf_cb.policies import Continuous, Policy, Situation
-from hf_cb.policies.asking import insert, order_of, wake_time_of
+from hf_cb.policies.asking import insert, misnamed, order_of, wake_time_of
 from hf_cb.sizes import ResolvedConfig
 from hf_cb.steps import PlanPart, StepPlan
 
@@ -82,7 +82,7 @@ class Scheduler:
             if closed and not unasked:
                 break  # only new requests are left, perhaps thousands, and none may start
             if not isinstance(request, Request):
-                raise _misnamed(policy, "order", request)
+                raise misnamed(policy, "order", request)
             is_running = request in running
             unasked.discard(request)
             if request.in_flight and not (run_ahead and _goes_on(request)):
@@ -104,14 +104,14 @@ class Scheduler:
                 if closed or self._waits_for_source(request):
                     continue
                 if request not in self.waiting:
-                    raise _misnamed(policy, "order", request)
+                    raise misnamed(policy, "order", request)
                 part = self._admit(request, room, plan)
                 while part is None and self._make_way(policy, request, plan, shares, run_ahead):
                     part = self._admit(request, shares.room(request), plan)
                 closed = part is None
             else:
                 if not is_running:
-                    raise _misnamed(policy, "order", request)
+                    raise misnamed(policy, "order", request)
                 part = self._part(request, room)
                 if part is None:
                     gave_way = len(plan.preempted)
@@ -197,7 +197,7 @@ class Scheduler:
         if victim is None:
             return False
         if victim not in self.running:
-            raise _misnamed(policy, "gives_way", victim)
+            raise misnamed(policy, "gives_way", victim)
         if victim.in_flight:
             plan.short = plan.short or run_ahead  # it can when all steps are committed
             return False
@@ -215,7 +215,7 @@ class Scheduler:
             candidates = [r for r in self.running if not r.in_flight]
             victim = self.policy.victim(candidates)
             if victim not in candidates:
-                raise _misnamed(self.policy, "victim", victim)
+                raise misnamed(self.policy, "victim", victim)
             self._take_back(victim, plan, shares)
             if victim is request:
                 return None
@@ -275,13 +275,6 @@ class Scheduler:
         samples = 1 + len(drafts) if count == pending else 0
         start, num_tokens = request.num_computed, count + len(drafts)
         return PlanPart(request, start, num_tokens, samples, drafts, decoding, rows, *allocation)
-
-
-def _misnamed(policy: Policy, method: str, named: object) -> RuntimeError:
-    """A policy of somebody else's may name what has ended, or what another manager has: that would take blocks which
-    nobody gives back."""
-    what = f"{named.request_id!r}, which it was not asked about" if isinstance(named, Request) else repr(named)
-    return RuntimeError(f"{method}() of the policy {policy.name!r} names {what}: a bug in the policy.")
 
 
 def _goes_on(request: Request) -> bool:

@@ -29,14 +29,8 @@ if TYPE_CHECKING:
 # Between two calls they remember something: keys and values of the negative prompt, contexts that were watermarked
 _WITH_STATE = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 _CALLERS = ("logits_processor", "prefix_allowed_tokens_fn")
-_REFUSALS = (
-    TypeError,
-    ValueError,
-    AttributeError,
-    IndexError,
-    KeyError,
-    RuntimeError,
-)  # of what a processor is made of
+# of what a processor is made of
+_REFUSALS = (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError)
 _NEGATIVE = ("negative_prompt_ids", "negative_prompt_attention_mask")
 
 

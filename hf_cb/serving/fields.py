@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hf_cb.serving.errors import bad
+from hf_cb.values import is_number
 
 Check = Callable[[str, Any], Any]  # name and value (never None) -> the value, in one form
 
@@ -16,7 +17,7 @@ def number(least: float = -math.inf, most: float = math.inf, above: bool = False
     """A finite number within bounds; `above`: more than `least`."""
 
     def check(name: str, value: Any) -> float:
-        fine = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+        fine = is_number(value) and abs(value) <= sys.float_info.max
         if not (fine and least <= value <= most and not (above and value == least)):
             raise bad(name, f"must be a number{_range(least, most, above)}, not {_short(value)}.")
         return float(value)

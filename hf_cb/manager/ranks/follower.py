@@ -77,9 +77,8 @@ class Follower(Team):
         self._outbox = Outbox({0: self._news})
         self._answers: dict[int, queue.SimpleQueue[Answer]] = {}  # by call
         self._busy = False
-        self._failed: int | None = (
-            None  # the section that failed here, as long as nobody knows what became of the others
-        )
+        # the section that failed here, as long as nobody knows what became of the others
+        self._failed: int | None = None
         self._worker = make_worker(self)
         self._thread = threading.Thread(target=self._work, daemon=True, name="hf_cb follower")
         self._thread.start()
