@@ -157,7 +157,7 @@ class Generation:
             submission: Submission | None = None
             try:
                 own_id = f"{said['request_id']}-{uuid.uuid4().hex[:8]}"  # a client may use its ids again
-                submission = await watch.over(service.in_worker(self._submit, body, own_id))
+                submission = await watch.over(self._submitted(body, own_id))
                 if submission.request.stream:
                     await self._stream(submission, watch, send)
                 else:
@@ -183,6 +183,18 @@ class Generation:
             raise ApiError(CLIENT_GONE, "The client has gone.") from None
         except TimeoutError:
             raise ApiError(408, f"The request's body did not come within {BODY_S} s.") from None
+
+    async def _submitted(self, body: bytes, own_id: str) -> Submission:
+        """Submits in a worker; what a cancelled wait for it leaves behind is cancelled too."""
+        job = self.service.begin_in_worker(self._submit, body, own_id)
+        try:
+            return await asyncio.wrap_future(job)
+        except asyncio.CancelledError:
+            if not job.cancelled():  # it had begun
+                await asyncio.wait({asyncio.wrap_future(job)})
+                if job.exception() is None:
+                    job.result().cancel()
+            raise
 
     def _submit(self, data: bytes, own_id: str) -> Submission:
         """All that takes time with a long prompt; in a worker."""

@@ -99,15 +99,18 @@ class Intake:
             options.setdefault("seed", seed)
         if self.max_output_tokens is not None:
             options.setdefault("max_new_tokens", self.max_output_tokens)
+        handles: list[Handle] = []
         try:
             prompts = [self._encode(request, i) for i in range(len(request.prompts))]
-            handles = [
-                self.manager.submit(ids, request_id=f"{request_id}-{i}", index=i, **options)
-                for i, ids in enumerate(prompts)
-            ]
-        except (TypeError, ValueError) as error:  # about this request, as `submit` says
-            raise ApiError(400, str(error)) from error
-        return Submission(request, handles, self._answer(request, prompts, head or {}))
+            for i, ids in enumerate(prompts):
+                handles.append(self.manager.submit(ids, request_id=f"{request_id}-{i}", index=i, **options))
+            return Submission(request, handles, self._answer(request, prompts, head or {}))
+        except BaseException as error:
+            for handle in handles:
+                handle.cancel()
+            if isinstance(error, (TypeError, ValueError)):  # about this request, as `submit` says
+                raise ApiError(400, str(error)) from error
+            raise
 
     def _encode(self, request: GenerationRequest, number: int) -> list[int]:
         """One prompt's ids, no more than the model takes with what is to come."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_cb.errors import describe
@@ -35,7 +35,10 @@ class Service:
         self._workers = ThreadPoolExecutor(WORKERS, "hf_cb-server")
 
     async def in_worker(self, call: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._workers, call, *args)
+        return await asyncio.wrap_future(self.begin_in_worker(call, *args))
+
+    def begin_in_worker(self, call: Callable[..., T], *args: Any) -> Future[T]:
+        return self._workers.submit(call, *args)
 
     def close(self) -> None:
         self._workers.shutdown(wait=False, cancel_futures=True)

