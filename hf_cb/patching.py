@@ -174,7 +174,7 @@ def _acquire() -> None:
     global _users
     if _users == 0:
         _check_transformers()
-        interception.install()
+        interception.install(__name__)
         _install()
     _users += 1
 
@@ -184,7 +184,7 @@ def _release() -> None:
     _users -= 1
     if _users == 0:
         _uninstall()
-        interception.uninstall()
+        interception.uninstall(__name__)
 
 
 def _check_transformers() -> None:

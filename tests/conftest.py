@@ -53,7 +53,7 @@ def nothing_left_behind() -> Iterator[None]:
     hf_cb.unpatch()
     if interception._users:  # a model that is garbage by now may still hold it
         gc.collect()
-    assert interception._users == 0, "a test left the interception installed"
+    assert not interception._users, "a test left the interception installed"
     ours = [t for t in threading.enumerate() if t.name == "hf_cb"]
     for thread in ours:
         thread.join(5)

@@ -21,9 +21,9 @@ PROMPTS = make_prompts([9, 1, 26, 14, 5])
 
 @pytest.fixture(autouse=True)
 def _installed() -> Iterator[None]:
-    interception.install()
+    interception.install(__name__)
     yield
-    interception.uninstall()
+    interception.uninstall(__name__)
 
 
 def test_padding_is_requests_of_one_token_which_write_nothing() -> None:

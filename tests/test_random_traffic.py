@@ -45,7 +45,7 @@ def test_random_traffic(world, seed: int) -> None:
         policy=rng.choice([*(name for name in POLICIES if name != "static"), "static:5:0.001", "dynamic:4:0.001"]),
         num_blocks=1,
     )
-    interception.install()
+    interception.install(__name__)
     try:
         options.num_blocks = _just_enough(model, options) + rng.choice([0, 1, 3, 200])
         engine = build_engine(model, options)
@@ -61,7 +61,7 @@ def test_random_traffic(world, seed: int) -> None:
         ]
         drive(engine, requests, rng)
     finally:
-        interception.uninstall()
+        interception.uninstall(__name__)
     for i, request in enumerate(requests):
         expected = want[i % NUM_PROMPTS][: request.num_output]
         assert request.output_ids == expected, f"request {i} differs"

@@ -43,9 +43,9 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(MaskMark, "of", make_mark)
     monkeypatch.setattr(MaskMark, "to", lambda mark, *_, **__: mark)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
-    interception.install()
+    interception.install(__name__)
     yield
-    interception.uninstall()
+    interception.uninstall(__name__)
 
 
 class Pages(PagesBackend):

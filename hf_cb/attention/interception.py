@@ -129,7 +129,7 @@ def _attention(
 # ------------------------------------------------------------------------------------------------------- installation
 
 _lock = threading.RLock()  # a garbage collection inside may end in uninstall()
-_users = 0
+_users: set[object] = set()
 _originals: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, what we put there
 
 
@@ -146,46 +146,42 @@ def missing() -> list[str]:
     return gone
 
 
-def install() -> None:
-    """Wraps the look-ups; counted, so that each `install` wants one `uninstall`.
+def install(user: object) -> None:
+    """Wraps the look-ups until this user, and all others, have called `uninstall`.
+
+    Users are named, not counted: one that is interrupted in the middle just calls `uninstall`, whatever had been done.
 
     Raises:
         IncompatibleTransformersError: this transformers lacks something that is wrapped; the message names it.
     """
-    global _users
     with _lock:
-        if _users == 0 and (gone := missing()):
-            raise IncompatibleTransformersError(f"This transformers lacks {', '.join(gone)}.")
-        _users += 1
-        if _users == 1:
+        first = not _users
+        if first:
+            _unwrap_all()  # what an interrupted uninstall() has left
+            if gone := missing():
+                raise IncompatibleTransformersError(f"This transformers lacks {', '.join(gone)}.")
+        _users.add(user)
+        if first:
             _wrap_all()
 
 
-def uninstall() -> None:
-    """Gives back what `install` took; with the last user gone, transformers is exactly as before."""
-    global _users
+def uninstall(user: object) -> None:
+    """Takes back this user's `install`, if there was one; with the last gone, transformers is exactly as before."""
     with _lock:
-        if _users == 0:
-            raise RuntimeError("uninstall() without install()")
-        _users -= 1
-        while _users == 0 and _originals:
-            owner, name, original, ours = _originals.pop()
-            if vars(owner).get(name, _ABSENT) is not ours:
-                continue  # somebody else has replaced it since
-            if original is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
+        _users.discard(user)
+        if not _users:
+            _unwrap_all()
 
 
 @contextmanager
 def installed() -> Iterator[None]:
     """`install` and `uninstall` around a block."""
-    install()
+    user = object()
     try:
+        install(user)
         yield
     finally:
-        uninstall()
+        uninstall(user)
 
 
 _ABSENT = object()
@@ -194,6 +190,17 @@ _ABSENT = object()
 def _replace(owner: Any, name: str, new: Any) -> None:
     _originals.append((owner, name, vars(owner).get(name, _ABSENT), new))
     setattr(owner, name, new)
+
+
+def _unwrap_all() -> None:
+    while _originals:
+        owner, name, original, ours = _originals[-1]
+        if vars(owner).get(name, _ABSENT) is ours:  # else somebody else has replaced it since
+            if original is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+        _originals.pop()
 
 
 def _wrap_forward(cls: type[nn.Module]) -> None:
@@ -207,7 +214,7 @@ def _wrap_forward(cls: type[nn.Module]) -> None:
 
     driven.hf_cb_driven = True  # type: ignore[attr-defined]
     with _lock:
-        if _users == 0:
+        if not _users:
             raise RuntimeError("stepping() without install()")
         if not getattr(vars(cls).get("forward"), "hf_cb_driven", False):
             _replace(cls, "forward", driven)

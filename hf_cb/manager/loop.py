@@ -20,29 +20,14 @@ from hf_cb.core import Request
 from hf_cb.engine.engine import Engine
 from hf_cb.errors import ManagerStoppedError, RequestCancelledError, describe
 from hf_cb.manager.openmp import release_idle_workers
+from hf_cb.manager.running import note_running
 from hf_cb.manager.switching import switch_interval
 from hf_cb.manager.thread import Cancel, Deliver, leave, nobody, run_while_alive
 from hf_cb.manager.training_mode import enter_eval
 
 logger = logging.getLogger("hf_cb")
 
-EXIT_TIMEOUT_S = 10.0
 POLL_S = 0.01  # how often a step looks whether somebody's training is over
-_running: weakref.WeakSet[EngineLoop] = weakref.WeakSet()
-
-
-def _stop_all() -> None:
-    """A thread that is in the middle of a forward while the interpreter goes away takes the process down with it."""
-    loops = [loop for loop in _running if loop.is_running]
-    for loop in loops:
-        loop.abandon_pauses()
-        loop.stop(hard=True)
-    for loop in loops:
-        loop.join(EXIT_TIMEOUT_S)
-
-
-# atexit would come too late: the interpreter waits for other threads first, and those may wait for us
-threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
 
 
 class EngineLoop:
@@ -74,7 +59,7 @@ class EngineLoop:
         self._deliver, self._cancel = deliver, cancel
         self._num_threads = num_threads
         self._switch_interval, self._train_mode_timeout = switch_interval, train_mode_timeout
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # in whose name the model is in eval(), and intercepted
         # the idle thread waits for it, and holds nothing else of ours; a finalizer may put something in at any moment
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         weakref.finalize(self, self._news.put, None).atexit = False
@@ -84,6 +69,7 @@ class EngineLoop:
         self._inbox: list[Callable[[], None]] = []
         self._state = "new"  # then "running", then "ended", and again
         self._stopping: str | None = None  # None, "flush" or "hard"
+        self._at_end: list[Callable[[], None]] = []
         self._destroyed = False
         self._pausers: Counter[int] = Counter()  # by thread
         self._paused = False
@@ -110,9 +96,7 @@ class EngineLoop:
         if self.fatal_error is not None:
             raise ManagerStoppedError(f"The manager has died: {describe(self.fatal_error)}") from self.fatal_error
         if self._state == "running" and self._pid != os.getpid():
-            raise ManagerStoppedError(
-                "This process was forked from the manager's: it has no thread here; make another."
-            )
+            raise ManagerStoppedError("This process was forked from the manager's, and has no thread: make another.")
         if self._stopping is not None or self._destroyed or self._state == "ended":
             raise ManagerStoppedError("The manager is stopped or stopping and takes no more requests.")
 
@@ -146,18 +130,24 @@ class EngineLoop:
             release_idle_workers()  # the caller has probably just loaded the model
             args = (weakref.ref(self), weakref.ref(self.model), self._news, self._num_threads)
             thread = threading.Thread(target=run_while_alive, args=args, name="hf_cb", daemon=True)
-            interception.install()
-            enter_eval(self.model)
-            before, self._state = self._state, "running"
+            before = self._state
             try:
+                interception.install(thread)
+                enter_eval(self.model, thread)
+                self._thread, self._state = thread, "running"
+                note_running(self)
                 thread.start()
             finally:
-                if thread.ident is None:  # there was none to be had
-                    self._state = before
-                    leave(self.model)
-                else:
-                    self._thread = thread
-                    _running.add(self)
+                if thread.ident is None:  # there was none to be had, or not in time: then it will not work
+                    self._thread, self._state = None, before
+                    leave(self.model, thread)
+
+    def at_end(self, call: Callable[[], None]) -> bool:
+        """The thread's last act will be to call it; False if it was not told to end, or has ended."""
+        with self._lock:
+            is_ending = self.is_running and self._stopping is not None
+            self._at_end += [call] if is_ending else []
+            return is_ending
 
     def stop(self, hard: bool = False, destroy: bool = False) -> None:
         """Asks the thread to end, after all requests or after this step. What is asked for is never taken back."""
@@ -175,7 +165,9 @@ class EngineLoop:
             self._deliver([], RequestCancelledError("The manager was destroyed before it was started."))
 
     def join(self, timeout: float | None = None) -> None:
-        if (thread := self._thread) is None or thread is threading.current_thread():
+        with self._lock:
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
             return
         thread.join(timeout)
         if thread.is_alive():
@@ -220,6 +212,9 @@ class EngineLoop:
     def work(self) -> float | None:
         """Steps while there is work. Then for how many seconds there is none without news; None: no more comes."""
         error: BaseException = RequestCancelledError("The manager was stopped before this request was finished.")
+        with self._lock:
+            if threading.current_thread() is not self._thread:
+                return None  # `start` was interrupted when this thread was already there
         try:
             with switch_interval(self._switch_interval):
                 while (next_move := self._next_move()) == "step":
@@ -240,7 +235,10 @@ class EngineLoop:
             self.dropped.clear()
             self._paused = False
             self._changed.notify_all()
-        for clean_up in (self.engine.drop_all, partial(self._deliver, [], error), partial(leave, self.model)):
+            at_end, self._at_end = self._at_end, []
+        leaving = partial(leave, self.model, threading.current_thread())
+        tidying: list[Callable[[], object]] = [self.engine.drop_all, partial(self._deliver, [], error), leaving]
+        for clean_up in tidying + at_end:
             try:
                 clean_up()
             except Exception:

@@ -46,7 +46,7 @@ def run_while_alive(
     while True:
         loop = reference()
         if loop is None:
-            leave(model())
+            leave(model(), threading.current_thread())
             return
         wait = loop.work()
         if wait is None:
@@ -56,10 +56,10 @@ def run_while_alive(
             news.get(timeout=None if wait == math.inf else wait)
 
 
-def leave(model: nn.Module | None) -> None:
-    """Undoes what `start` did."""
+def leave(model: nn.Module | None, thread: threading.Thread) -> None:
+    """Undoes what `start` did for this thread."""
     try:
         if model is not None:
-            leave_eval(model)
+            leave_eval(model, thread)
     finally:
-        interception.uninstall()
+        interception.uninstall(thread)

@@ -10,36 +10,48 @@ from contextlib import contextmanager
 from torch import nn
 
 _lock = threading.RLock()  # a garbage collection inside may end up here again
-_users: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_users: weakref.WeakKeyDictionary[nn.Module, set[object]] = weakref.WeakKeyDictionary()
 _training: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
 
 
-def enter_eval(model: nn.Module) -> None:
-    """Puts the model in `eval()`; the first of several users notes which modules were training."""
+def enter_eval(model: nn.Module, user: object) -> None:
+    """Puts the model in `eval()` until this user, and all others, have called `leave_eval`; the first one notes which
+    modules were training. Users are named, not counted: one that is interrupted in the middle just leaves."""
     with _lock:
-        if _users.get(model, 0) == 0:
+        users = _users.setdefault(model, set())
+        if not users:
+            _restore(model)  # what an interrupted leave_eval() has left
             _training[model] = [weakref.ref(m) for m in model.modules() if m.training]
+            users.add(user)
             if _training[model]:
                 model.eval()
-        _users[model] = _users.get(model, 0) + 1
+        users.add(user)
+
+
+def leave_eval(model: nn.Module, user: object) -> None:
+    """Takes back this user's `enter_eval`, if there was one; the last puts the noted modules back to training."""
+    with _lock:
+        users = _users.get(model, set())
+        users.discard(user)
+        if not users:
+            _restore(model)
+            _users.pop(model, None)
 
 
 @contextmanager
 def in_eval(model: nn.Module) -> Iterator[None]:
     """`enter_eval` and `leave_eval` around a block."""
-    enter_eval(model)
+    user = object()
     try:
+        enter_eval(model, user)
         yield
     finally:
-        leave_eval(model)
+        leave_eval(model, user)
 
 
-def leave_eval(model: nn.Module) -> None:
-    """The last user puts the noted modules back to training."""
-    with _lock:
-        _users[model] -= 1
-        if _users[model] == 0:
-            for reference in _training.pop(model):
-                module = reference()
-                if module is not None:
-                    module.training = True
+def _restore(model: nn.Module) -> None:
+    for reference in _training.get(model, ()):
+        module = reference()
+        if module is not None:
+            module.training = True
+    _training.pop(model, None)

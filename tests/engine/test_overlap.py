@@ -112,7 +112,7 @@ def test_random_traffic(seed: int, sampler: Sampler, shared_llama: Any) -> None:
     """Tiny caches, cancellations, stops in the middle: what is not cancelled is as `generate` has it."""
     rng = random.Random(seed)
     prompts = make_prompts([rng.choice([1, 3, 9, 26]) for _ in range(10)])
-    interception.install()
+    interception.install(__name__)
     try:
         options = dict(block_size=4, num_blocks=rng.choice([12, 16, 60]), max_batch_tokens=rng.choice([5, 40]))
         engine = build_engine(shared_llama, EngineConfig(overlap=True, max_num_seqs=rng.choice([3, 8]), **options))
@@ -126,7 +126,7 @@ def test_random_traffic(seed: int, sampler: Sampler, shared_llama: Any) -> None:
                 engine.cancel(rng.choice(requests[:coming]))
             engine.step()
     finally:
-        interception.uninstall()
+        interception.uninstall(__name__)
     for r, prompt in zip(requests, prompts, strict=True):
         want = generate_alone(shared_llama, prompt, greedy())
         assert r.status is Status.FINISHED

@@ -91,14 +91,14 @@ def test_drafts_on_a_real_model_change_no_token(shared_llama) -> None:
             return request.token_ids[-2 : -2 + 3][:at_most]
 
     prompts = make_prompts([6, 17])
-    interception.install()
+    interception.install(__name__)
     try:
         engine = build_engine(shared_llama, EngineConfig(block_size=4))
         engine.scheduler.drafts = Repeats()
         requests = [Request(f"r{i}", p, SamplingParams(12)) for i, p in enumerate(prompts)]
         run(engine, requests)
     finally:
-        interception.uninstall()
+        interception.uninstall(__name__)
     assert [r.output_ids for r in requests] == [generate_alone(shared_llama, p, greedy()) for p in prompts]
     engine.check_idle()
 

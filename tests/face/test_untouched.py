@@ -224,7 +224,7 @@ def test_copies_and_pickles_are_plain_models(llama, tmp_path) -> None:
 
 
 def test_interception_is_inert_in_other_threads(shared_llama) -> None:
-    interception.install()
+    interception.install(__name__)
     seen = []
 
     class Step:
@@ -241,5 +241,5 @@ def test_interception_is_inert_in_other_threads(shared_llama) -> None:
             thread.start()
             thread.join()
     finally:
-        interception.uninstall()
+        interception.uninstall(__name__)
     assert len(seen) == 1

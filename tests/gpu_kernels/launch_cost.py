@@ -46,7 +46,7 @@ def part(name: str, start: int, count: int, blocks: list[int], groups: int) -> P
 
 def main() -> None:
     torch.set_num_threads(1)
-    interception.install()
+    interception.install(__name__)
     runner = Harness(make("Qwen3", num_hidden_layers=LAYERS), max_num_seqs=8, num_blocks=100).runner
     groups = len(runner.groups)
     parts = [part(f"r{i}", 8, 1, [1 + 3 * i, 2 + 3 * i, 3 + 3 * i], groups) for i in range(6)]

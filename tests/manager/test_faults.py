@@ -113,7 +113,7 @@ def test_a_failing_clean_up_still_wakes_everybody(llama, monkeypatch, broken: st
         with pytest.raises(ZeroDivisionError):
             handle.result(5)
     monkeypatch.undo()
-    thread.leave_eval(llama) if broken == "leave_eval" else None
+    thread.leave_eval(llama, manager.loop._thread) if broken == "leave_eval" else None
 
 
 def test_cancelling_by_an_id_that_comes_later(shared_llama) -> None:

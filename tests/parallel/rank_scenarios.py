@@ -62,7 +62,7 @@ def answers(rank: int, folder: str) -> dict[str, Any]:
     model.eval()
     seen["alone"] = generate_alone(model, PROMPTS[0], greedy())
     hf_cb.restore(model)
-    seen["interceptions"] = interception._users
+    seen["interceptions"] = len(interception._users)
     distributed.barrier()  # the group is as good as before
     return seen
 

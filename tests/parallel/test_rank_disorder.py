@@ -46,6 +46,14 @@ def test_what_a_script_does_between_calls(folder: str) -> None:
         assert follower[name].startswith("RankError: Rank 0 has left stream_batch"), follower[name]
 
 
+def test_a_call_that_rank_0_leaves_ends_elsewhere_after_the_last_step(folder: str) -> None:
+    """The script may use the process group then."""
+    driver, follower = values(run_ranks(rank_disorder.leaves, folder))
+    assert follower["said"].startswith("RankError: Rank 0 has left stream_batch")
+    assert follower["done later"] == 0
+    assert driver["next"] == follower["next"]
+
+
 @pytest.mark.parametrize("where", ["layer", "end"])
 def test_a_rank_that_fails_alone_computes_nothing_more(folder: str, where: str) -> None:
     for of_rank in values(run_ranks(rank_disorder.fails, folder, where)):

@@ -40,7 +40,7 @@ def test_each_token_is_told_once(world, seed: int) -> None:
         prefill_chunk=rng.choice([None, 1, 4]),
         num_blocks=100_000,
     )
-    interception.install()
+    interception.install(__name__)
     try:
         longest = build_engine(model, options).kv.blocks_for(40, options.max_batch_tokens)
         options.num_blocks = longest + rng.choice([0, 1, 3, 200])
@@ -57,7 +57,7 @@ def test_each_token_is_told_once(world, seed: int) -> None:
                 requests.append(child)
         drive(engine, requests, rng)
     finally:
-        interception.uninstall()
+        interception.uninstall(__name__)
     engine.check_idle()
     for request in requests:
         told, prompt = request.prompt_logprobs, request.prompt_ids

@@ -24,6 +24,7 @@ from hf_cb.manager.ranks.follower import Follower
 from hf_cb.manager.ranks.following_manager import FollowingManager, no_pause
 from hf_cb.manager.ranks.meeting import team_of
 from hf_cb.manager.ranks.team import packed, portable
+from hf_cb.manager.running import after_stopping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,7 +56,7 @@ def shared(
     terms = _terms(team, model, what, inputs, options)
     if isinstance(team, Follower):
         return _result(team.follow(terms))
-    with _telling(team, terms) as telling:
+    with _telling(team, model, terms) as telling:
         result = call()
         telling.result = result if send is None else send(result)
     return result
@@ -71,13 +72,13 @@ def shared_stream(
     terms = _terms(team, model, what, inputs, options)
     if isinstance(team, Follower):
         return team.follow(terms)
-    told = _told(team, terms, call)
+    told = _told(team, model, terms, call)
     next(told)  # it has begun: if nobody ever wants its items, it notices when it goes
     return told
 
 
-def _told(team: Driver, terms: Terms, call: Callable[[], Generator[T]]) -> Generator[T]:
-    with _telling(team, terms) as telling, closing(call()) as source:
+def _told(team: Driver, model: PreTrainedModel, terms: Terms, call: Callable[[], Generator[T]]) -> Generator[T]:
+    with _telling(team, model, terms) as telling, closing(call()) as source:
         yield None  # type: ignore[misc]
         for item in source:
             telling.item(item)
@@ -106,14 +107,17 @@ def shared_session(
     if team is None:
         return call()
     make_terms = partial(_terms, team, model, what, None, options)
-    return _follow(team, make_terms) if isinstance(team, Follower) else _lead(team, make_terms, call)
+    return _follow(team, make_terms) if isinstance(team, Follower) else _lead(team, model, make_terms, call)
 
 
 @contextmanager
 def _lead(
-    team: Driver, make_terms: Callable[[], Terms], call: Callable[[], AbstractContextManager[ContinuousBatchingManager]]
+    team: Driver,
+    model: PreTrainedModel,
+    make_terms: Callable[[], Terms],
+    call: Callable[[], AbstractContextManager[ContinuousBatchingManager]],
 ) -> Iterator[ContinuousBatchingManager]:
-    with _telling(team, make_terms()) as telling, call() as manager:
+    with _telling(team, model, make_terms()) as telling, call() as manager:
         telling.item(_introduce(team, manager))
         yield manager
 
@@ -140,8 +144,9 @@ class _Telling:
 
 
 @contextmanager
-def _telling(team: Driver, terms: Terms) -> Iterator[_Telling]:
-    """A call of the driver's, begun when all ranks have come to it. Result or error reach the other ranks."""
+def _telling(team: Driver, model: PreTrainedModel, terms: Terms) -> Iterator[_Telling]:
+    """A call of the driver's, begun when all ranks have come to it. Result or error reach the other ranks: after the
+    last step of a call that has been left, since they will use their processes' group for something else then."""
     telling = _Telling(team, team.next_call())
     try:
         team.begin(telling.number, terms)
@@ -150,7 +155,7 @@ def _telling(team: Driver, terms: Terms) -> Iterator[_Telling]:
     except BaseException as error:
         left = not isinstance(error, Exception)  # an interrupt, or a generator that nobody wants any more
         said = RankError(f"Rank 0 has left {terms.what} ({describe(error)}).") if left else error
-        team.answer("error", telling.number, packed(said), _moved(terms))
+        after_stopping(model, partial(team.answer, "error", telling.number, packed(said), _moved(terms)))
         raise
 
 

@@ -1,0 +1,64 @@
+"""The loops that run in this process: they end before it does, and one may hear of it when they have stopped."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from torch import nn
+
+EXIT_TIMEOUT_S = 10.0
+
+
+class Running(Protocol):
+    """A loop, as far as this file knows it."""
+
+    model: nn.Module
+
+    @property
+    def is_running(self) -> bool: ...
+    def abandon_pauses(self) -> None: ...
+    def stop(self, hard: bool = False, destroy: bool = False) -> None: ...
+    def join(self, timeout: float | None = None) -> None: ...
+    def at_end(self, call: Callable[[], None]) -> bool: ...
+
+
+_running: weakref.WeakSet[Running] = weakref.WeakSet()
+_awaited: set[Running] = set()  # somebody is to hear of their end, so that they must not just go
+
+
+def note_running(loop: Running) -> None:
+    """It is to be stopped before the interpreter goes."""
+    _running.add(loop)
+
+
+def after_stopping(model: nn.Module, call: Callable[[], None]) -> None:
+    """Calls `call` once no loop of this model that was told to stop takes a step any more: now, or in its thread."""
+    for loop in [each for each in _running if each.model is model]:
+        _awaited.add(loop)
+        if loop.at_end(partial(_stopped, loop, call)):
+            return
+        _awaited.discard(loop)
+    call()
+
+
+def _stopped(loop: Running, call: Callable[[], None]) -> None:
+    _awaited.discard(loop)
+    after_stopping(loop.model, call)  # perhaps there are others
+
+
+def _stop_all() -> None:
+    """A thread that is in the middle of a forward while the interpreter goes away takes the process down with it."""
+    loops = [loop for loop in _running if loop.is_running]
+    for loop in loops:
+        loop.abandon_pauses()
+        loop.stop(hard=True)
+    for loop in loops:
+        loop.join(EXIT_TIMEOUT_S)
+
+
+# atexit would come too late: the interpreter waits for other threads first, and those may wait for us
+threading._register_atexit(_stop_all)  # type: ignore[attr-defined]

@@ -1,0 +1,109 @@
+"""Ctrl-C anywhere: what was borrowed goes back, and what comes after it works."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from linecache import getline
+from typing import Any
+
+import pytest
+from tiny_models import generate_alone, greedy, make_model
+from transformers.modeling_utils import AttentionInterface
+
+import hf_cb
+from hf_cb.attention import interception
+from hf_cb.manager import training_mode
+
+PROMPT = [1, 2, 3]
+
+
+@contextmanager
+def interrupted_at(number: int, names: set[str]) -> Iterator[Callable[[], bool]]:
+    """Inside, KeyboardInterrupt is raised before the line of this number that functions of these names run. Yields
+    whether it was."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        if frame.f_code.co_name in names and frame.f_globals["__name__"].startswith("hf_cb"):
+            if event == "line" and not getline(frame.f_code.co_filename, frame.f_lineno).strip().startswith("with "):
+                count += 1  # Python itself interrupts no `with` between the end of its block and __exit__
+                if count == number + 1:
+                    raise KeyboardInterrupt
+            return trace
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lambda: count > number
+    finally:
+        sys.settrace(before)
+
+
+def test_what_a_step_borrows() -> None:
+    """Wherever an interrupt comes, nobody is left behind as a user, and the next user gives everything back."""
+    model = make_model()
+    model.train()
+    model.model.layers[1].eval()  # as somebody wants it
+    modes = [module.training for module in model.modules()]
+    look_up = AttentionInterface.get_interface
+    names = {"install", "_wrap_all", "_replace", "_unwrap_all", "enter_eval", "_restore"}
+
+    def borrow() -> None:
+        with interception.installed(), training_mode.in_eval(model):
+            assert AttentionInterface.get_interface is not look_up and not model.training
+
+    number, more = 0, True
+    while more:
+        try:
+            with interrupted_at(number, names) as has_come:
+                borrow()
+        except KeyboardInterrupt:
+            pass
+        assert not interception._users and not training_mode._users.get(model), number
+        borrow()
+        assert AttentionInterface.get_interface is look_up, number
+        assert [module.training for module in model.modules()] == modes, number
+        more, number = has_come(), number + 1
+    assert number > 40
+
+
+def test_a_thread_that_begins_behind_an_interrupted_start(monkeypatch) -> None:
+    """`Thread.start` waits until the thread has said that it is there: an interrupt then says nothing of it."""
+    may_begin, threads, start = threading.Event(), [], threading.Thread.start
+
+    def interrupted(thread: Any) -> None:
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        def late(*_: Any) -> None:
+            assert may_begin.wait(10)
+            begin()
+
+        begin, thread._bootstrap = thread._bootstrap, late
+        thread._started.wait = interrupt
+        threads.append(thread)
+        start(thread)
+
+    llama = make_model()
+    want = generate_alone(llama, PROMPT, greedy(20))
+    manager = hf_cb.accelerate(llama).init_continuous_batching()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            manager.start()
+    llama.train()
+    manager.start()
+    may_begin.set()
+    handle = manager.submit(PROMPT, greedy(20))
+    assert handle.result(10).generated_tokens == want
+    threads[0].join(10)
+    assert manager.is_running() and not llama.training
+    assert threads[0] not in interception._users
+    assert manager.submit(PROMPT, greedy(20)).result(10).generated_tokens == want
+    manager.stop()
+    assert llama.training
