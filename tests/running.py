@@ -1,8 +1,11 @@
-"""An engine with requests, run to the end without a manager."""
+"""Engines with requests: run to the end without a manager, or held in the middle of one's work."""
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 from hf_cb.core import Request
 from hf_cb.engine.engine import Engine
@@ -16,3 +19,16 @@ def run_all(engine: Engine, requests: Sequence[Request]) -> None:
         engine.step()
     assert [request.exception for request in requests] == [None] * len(requests)
     engine.check_idle()
+
+
+def held_after(engine: Engine, steps: int) -> threading.Event:
+    """The engine makes so many steps, and the next one when the event is set: a test need not be faster than it."""
+    step, made, may_go_on = engine.step, itertools.count(), threading.Event()
+
+    def held() -> Any:
+        if next(made) >= steps:
+            assert may_go_on.wait(20)
+        return step()
+
+    engine.step = held  # type: ignore[method-assign]
+    return may_go_on

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from running import held_after
 from tiny_models import make_model
 from transformers import PreTrainedTokenizerFast
 
@@ -95,12 +96,14 @@ def test_markup_in_an_error_is_text(manager: ContinuousBatchingManager, monkeypa
 
 def test_leaving_in_the_middle_cancels(manager: ContinuousBatchingManager) -> None:
     handles: list[Handle] = []
+    may_go_on = held_after(manager.engine, 4)
 
     async def leave() -> None:
         messages = answer(manager, HELLO, Settings(max_new_tokens=60, temperature=0), handles.append)
         async for _ in messages:
             break
         await messages.aclose()  # type: ignore[attr-defined]
+        may_go_on.set()
 
     asyncio.run(leave())
     assert handles[0].outputs(timeout=10)[0].finish_reason == "cancelled"
@@ -108,11 +111,12 @@ def test_leaving_in_the_middle_cancels(manager: ContinuousBatchingManager) -> No
 
 def test_a_visitor_stops_their_own_answer(manager: ContinuousBatchingManager) -> None:
     visitors = Visitors()
-    mine, yours = (manager.submit(HELLO, max_new_tokens=60, do_sample=False, eos_token_id=-1) for _ in range(2))
-    visitors.asks("me", visitors.begins("me"), mine)
-    visitors.asks("you", visitors.begins("you"), yours)
-    assert visitors.waits("you")
-    visitors.leave("me")
+    with manager.pause():
+        mine, yours = (manager.submit(HELLO, max_new_tokens=60, do_sample=False, eos_token_id=-1) for _ in range(2))
+        visitors.asks("me", visitors.begins("me"), mine)
+        visitors.asks("you", visitors.begins("you"), yours)
+        assert visitors.waits("you")
+        visitors.leave("me")
     assert mine.outputs(timeout=10)[0].finish_reason == "cancelled"
     assert yours.result(timeout=10).finish_reason == "length"
     assert not visitors.waits("me") and not visitors.waits("you")
@@ -121,11 +125,12 @@ def test_a_visitor_stops_their_own_answer(manager: ContinuousBatchingManager) ->
 
 def test_a_new_turn_ends_the_one_before(manager: ContinuousBatchingManager) -> None:
     visitors = Visitors()
-    early, late = (manager.submit(HELLO, max_new_tokens=60, do_sample=False, eos_token_id=-1) for _ in range(2))
-    first = visitors.begins("me")
-    visitors.asks("me", first, early)
-    second = visitors.begins("me")
-    visitors.asks("me", first, late)  # its turn was over before it was submitted
+    with manager.pause():
+        early, late = (manager.submit(HELLO, max_new_tokens=60, do_sample=False, eos_token_id=-1) for _ in range(2))
+        first = visitors.begins("me")
+        visitors.asks("me", first, early)
+        second = visitors.begins("me")
+        visitors.asks("me", first, late)  # its turn was over before it was submitted
     assert not visitors.is_shown("me", first) and visitors.is_shown("me", second)
     assert [h.outputs(timeout=10)[0].finish_reason for h in (early, late)] == ["cancelled", "cancelled"]
 

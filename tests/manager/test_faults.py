@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from running import held_after
 from tiny_models import generate_alone, greedy, make_prompts
 
 import hf_cb
@@ -82,15 +83,17 @@ def test_an_interrupt_while_waiting_for_a_pause_leaves_none_behind(manager, monk
 
 def test_training_inside_a_pause_after_train(llama) -> None:
     """As the message of the timeout advises; other requests to the loop are heard meanwhile too."""
-    config = EngineConfig(train_mode_timeout=0.3)
+    config = EngineConfig(train_mode_timeout=1)
     with llama.continuous_batching_context_manager(continuous_batching_config=config) as manager:
+        may_go_on = held_after(manager.engine, 3)
         handle = manager.submit(PROMPTS[0], greedy(100))
         other = manager.submit(PROMPTS[1], greedy(100))
         llama.train()
         other.cancel()
+        may_go_on.set()
         assert other.result(5).finish_reason == "cancelled"
         with manager.pause():
-            time.sleep(0.5)
+            time.sleep(1.3)
             llama.eval()
         assert handle.result(5).error is None
 
@@ -107,9 +110,11 @@ def test_a_failing_clean_up_still_wakes_everybody(llama, monkeypatch, broken: st
             monkeypatch.setattr(thread, "leave_eval", fails)
         else:
             monkeypatch.setattr(manager.engine, "drop_all", fails)
+        may_go_on = held_after(manager.engine, 6)
         handle = manager.submit(PROMPTS[0], greedy(245))
         next(iter(handle))
         monkeypatch.setattr(manager.engine.scheduler, "plan", lambda *_, **__: 1 / 0)
+        may_go_on.set()
         with pytest.raises(ZeroDivisionError):
             handle.result(5)
     monkeypatch.undo()

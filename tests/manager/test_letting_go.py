@@ -111,9 +111,6 @@ def test_a_stream_collected_while_locks_are_held(name: str) -> None:
 
 
 def test_waiting_where_it_would_never_end(manager) -> None:
-    handle = manager.submit(PROMPTS[0], greedy(245))
-    with manager.pause(), pytest.raises(RuntimeError, match="Inside pause"):
-        handle.result()
     errors: list[Exception] = []
 
     def check(ids: Any, scores: Any) -> Any:
@@ -124,7 +121,12 @@ def test_waiting_where_it_would_never_end(manager) -> None:
                 errors.append(error)
         return scores
 
-    manager.submit(PROMPTS[1], greedy(1), logits_processor=[check]).result(5)
+    with manager.pause():
+        handle = manager.submit(PROMPTS[0], greedy(245))
+        checked = manager.submit(PROMPTS[1], greedy(1), logits_processor=[check])
+        with pytest.raises(RuntimeError, match="Inside pause"):
+            handle.result()
+    checked.result(5)
     assert len(errors) == 2 and all("cannot" in str(error) for error in errors)
     handle.cancel()
 
@@ -183,7 +185,7 @@ def test_waiting_for_a_place_ends_with_the_manager(patched, shared_llama) -> Non
         thread.start()
         stopping = threading.Thread(target=manager.stop, kwargs={"hard_stop": True})
         stopping.start()
-        time.sleep(0.05)
+        assert wait_until(lambda: manager.loop._stopping == "hard")
     stopping.join(5)
     thread.join(5)
     assert not thread.is_alive() and [type(e) for e in errors] == [ManagerStoppedError]

@@ -8,6 +8,7 @@ import time
 from itertools import pairwise
 
 import pytest
+from running import held_after
 from tiny_models import generate_alone, greedy, make_prompts
 
 from hf_cb import EngineConfig, ManagerStoppedError, QueueFullError, RequestCancelledError
@@ -87,10 +88,12 @@ def test_cancel_before_during_after_and_twice(shared_llama, manager) -> None:
         waiting = manager.submit(PROMPTS[0], greedy(200))
         waiting.cancel()
     assert waiting.result(5).finish_reason == "cancelled" and waiting.result().generated_tokens == []
+    may_go_on = held_after(manager.engine, 6)
     running = manager.submit(PROMPTS[0], greedy(240))
     next(iter(running))
     running.cancel()
     running.cancel()
+    may_go_on.set()
     result = running.result(5)
     assert result.finish_reason == "cancelled" and 0 < len(result.generated_tokens) < 240
     assert (
@@ -101,9 +104,11 @@ def test_cancel_before_during_after_and_twice(shared_llama, manager) -> None:
 
 
 def test_cancelling_a_request_with_several_sequences(manager) -> None:
+    may_go_on = held_after(manager.engine, 6)
     handle = manager.submit(PROMPTS[0], greedy(200, do_sample=True, num_return_sequences=3))
     next(iter(handle))
     handle.cancel()
+    may_go_on.set()
     assert [r.finish_reason for r in handle.results(5)] == ["cancelled"] * 3
 
 
@@ -189,8 +194,10 @@ def test_stopping_finishes_what_was_accepted(manager) -> None:
 
 
 def test_a_hard_stop_drops_requests_with_an_error(manager) -> None:
+    may_go_on = held_after(manager.engine, 6)
     handles = [manager.submit(p, greedy(240)) for p in PROMPTS]
-    manager.stop(hard_stop=True)
+    manager.stop(block=False, hard_stop=True)
+    may_go_on.set()
     for handle in handles:
         with pytest.raises(RequestCancelledError, match="stopped before"):
             handle.result(1)
@@ -246,10 +253,12 @@ def test_pausing_a_stopped_manager_is_an_error(manager) -> None:
 
 def test_if_the_loop_dies_every_waiter_wakes_with_the_cause(shared_llama, monkeypatch) -> None:
     with shared_llama.continuous_batching_context_manager() as manager:
+        may_go_on = held_after(manager.engine, 6)
         streaming = manager.add_request(PROMPTS[1], max_new_tokens=200, streaming=True)
         handle = manager.submit(PROMPTS[0], greedy(245))
         next(iter(handle))
         monkeypatch.setattr(manager.engine.scheduler, "plan", lambda *_, **__: 1 / 0)
+        may_go_on.set()
         began = time.monotonic()
         with pytest.raises(ZeroDivisionError):
             handle.result(10)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from running import held_after
 from tiny_models import generate_alone, greedy, make_model, make_prompts
 
 from hf_cb import EngineConfig
@@ -46,12 +47,13 @@ def test_cancelling_in_the_middle_of_a_prompt(patched, shared_llama) -> None:
     """Its blocks are back one step later."""
     config = EngineConfig(block_size=4, max_batch_tokens=4)
     with shared_llama.continuous_batching_context_manager(continuous_batching_config=config) as manager:
+        may_go_on = held_after(manager.engine, 12)
         handle = manager.submit([5] * 200, greedy(5))
         while manager.stats().blocks_held < 10:
             time.sleep(0.0005)
-        with manager.pause():
-            handle.cancel()
-            steps = manager.stats().steps
+        handle.cancel()
+        steps = manager.stats().steps + 1  # one may be in flight
+        may_go_on.set()
         result = handle.result(10)
         other = manager.submit(PROMPTS[0], greedy(2)).result(10)
     assert (result.finish_reason, result.generated_tokens) == ("cancelled", []) and other.error is None
