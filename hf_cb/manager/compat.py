@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
+import queue
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from hf_cb.config import EngineConfig
@@ -140,16 +141,17 @@ class TransformersCalls:
     def warmup(self) -> None:
         """On a GPU, records the decode steps that the first requests would wait for; elsewhere nothing takes long at
         first. Returns when it is done, or before the start at once: then it is done at the start."""
-        done = threading.Event()
+        done: queue.SimpleQueue[None] = queue.SimpleQueue()
 
         def warm_up() -> None:
             runner = self.loop.engine.runner
             with on(runner.device):
                 runner.warm_up()
-            done.set()
+            done.put(None)
 
         self.loop.post(warm_up)
         if self.loop.is_running:
             self.loop.check_may_wait()
-        while self.loop.is_running and not done.wait(0.1):
-            continue
+        while self.loop.is_running:
+            with suppress(queue.Empty):
+                return done.get(timeout=0.1)

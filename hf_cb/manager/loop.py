@@ -19,6 +19,7 @@ from hf_cb.attention import interception
 from hf_cb.core import Request
 from hf_cb.engine.engine import Engine
 from hf_cb.errors import ManagerStoppedError, RequestCancelledError, describe
+from hf_cb.manager.bell import Bell
 from hf_cb.manager.openmp import release_idle_workers
 from hf_cb.manager.running import note_running
 from hf_cb.manager.switching import switch_interval
@@ -63,9 +64,9 @@ class EngineLoop:
         # the idle thread waits for it, and holds nothing else of ours; a finalizer may put something in at any moment
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         weakref.finalize(self, self._news.put, None).atexit = False
-        # guards what is below; entered itself, as an interrupt in Condition.__enter__ (Python code) keeps it locked
+        # guards what is below; entered itself by callers (see `bell`: Condition.__enter__ is Python code)
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)  # others wait on it for the thread
+        self._changed = threading.Condition(self._lock)  # the thread waits on it for others
         self._inbox: list[Callable[[], None]] = []
         self._state = "new"  # then "running", then "ended", and again
         self._stopping: str | None = None  # None, "flush" or "hard"
@@ -73,6 +74,7 @@ class EngineLoop:
         self._destroyed = False
         self._pausers: Counter[int] = Counter()  # by thread
         self._paused = False
+        self._quiet = Bell()  # rung when a pause begins, or can no more
         self._pid = 0
         self._training_since: float | None = None
 
@@ -187,9 +189,9 @@ class EngineLoop:
                 self._pausers[me] += 1
                 counted = True
                 self._tell()
-                self._changed.wait_for(lambda: self._paused or not self.is_running)
-                if not self._paused:
-                    raise RuntimeError("The generation thread ended before it could pause.") from self.fatal_error
+            self._quiet.wait_for(lambda: self._paused or not self.is_running)
+            if not self._paused:
+                raise RuntimeError("The generation thread ended before it could pause.") from self.fatal_error
             yield
         finally:
             with self._lock:
@@ -234,7 +236,7 @@ class EngineLoop:
             self._inbox.clear()
             self.dropped.clear()
             self._paused = False
-            self._changed.notify_all()
+            self._quiet.ring()
             at_end, self._at_end = self._at_end, []
         leaving = partial(leave, self.model, threading.current_thread())
         tidying: list[Callable[[], object]] = [self.engine.drop_all, partial(self._deliver, [], error), leaving]
@@ -267,7 +269,7 @@ class EngineLoop:
                 if self._pausers and self.engine.is_settled:
                     self.engine.runner.lend()
                     self._paused = True
-                    self._changed.notify_all()
+                    self._quiet.ring()
                     self._changed.wait_for(lambda: not self._pausers)
                     self.engine.kv.drop_cache()
                     self._paused = False

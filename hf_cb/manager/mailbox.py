@@ -10,6 +10,7 @@ from typing import Any
 
 from hf_cb.core import GenerationOutput, Request
 from hf_cb.errors import describe
+from hf_cb.manager.bell import Bell
 
 # Called by the engine's thread with a step's news: on the event loop if there is one, else at once: be quick
 Waker = tuple[asyncio.AbstractEventLoop | None, Callable[[], None]]
@@ -32,8 +33,8 @@ class Mailbox:
         self.requests = requests
         self.index = index
         self.streams = [Stream(r.request_id) for r in requests]
-        self._changed = threading.Condition()
-        self._waiting = 0  # threads
+        self._bell = Bell()
+        self._lock = threading.RLock()  # an interrupt inside is harmless: it is entered and left in one step
         self._wakers: tuple[Waker, ...] = ()
 
     @property
@@ -46,38 +47,28 @@ class Mailbox:
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         """Waits until news have made `predicate` true, for at most `timeout` seconds; what it says then."""
-        with self._changed:
-            self._waiting += 1
-            try:
-                return self._changed.wait_for(predicate, timeout)
-            finally:
-                self._waiting -= 1
+        return self._bell.wait_for(predicate, timeout)
 
     def add_waker(self, waker: Waker) -> None:
         """From now on, `waker` is called with every step's news."""
-        with self._changed:
+        with self._lock:
             self._wakers += (waker,)
 
     def remove_waker(self, waker: Waker) -> None:
-        with self._changed:
+        with self._lock:
             wakers = list(self._wakers)
             wakers.remove(waker)
             self._wakers = tuple(wakers)
 
     def push(self, request: Request, new_ids: list[int], output: GenerationOutput | None) -> tuple[Waker, ...]:
-        """By the engine's thread: adds a step's news; returns who is to be woken.
-
-        Hundreds of these lie between two steps, and mostly no thread waits, so the lock is taken only if one does:
-        whoever waits has said so before looking, and what comes after that look finds it said.
-        """
+        """By the engine's thread: adds a step's news; returns who is to be woken. Hundreds of these lie between two
+        steps, so no lock is taken."""
         stream = self.streams[self.requests.index(request)]
         stream.token_ids.extend(new_ids)
         if output is not None and stream.output is None:
             output.index = self.index
             stream.output = output
-        if self._waiting:
-            with self._changed:
-                self._changed.notify_all()
+        self._bell.ring()
         return self._wakers
 
 

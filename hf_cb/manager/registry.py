@@ -29,7 +29,7 @@ class Registry:
         self._live: dict[str, Request] = {}
         self._cancelling: set[Request] = set()
         self._ids = itertools.count()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -49,35 +49,40 @@ class Registry:
             QueueFullError: no room for them within `wait` seconds, with the numbers.
             OptionError: their id is in use, or so many can never wait at once.
         """
-        with self._changed:
-            if bounded and self.limit:
-                self._wait_for_room(len(requests), wait)
-            for request in requests:
-                if request.request_id in self._live:
-                    raise OptionError(f"request_id={request.request_id!r} is in use by a live request: choose another.")
-            self._live.update((r.request_id, r) for r in requests)
-            try:
-                yield
-            except BaseException:
-                for request in requests:
-                    del self._live[request.request_id]
-                raise
+        began = time.monotonic()
+        while True:
+            with self._lock:
+                if not bounded or not self.limit or self._has_room(len(requests), wait, began):
+                    self._enter(requests)
+                    try:
+                        yield
+                    except BaseException:
+                        for request in requests:
+                            del self._live[request.request_id]
+                        raise
+                    return
+            time.sleep(POLL_S)
 
-    def _wait_for_room(self, count: int, wait: float) -> None:
+    def _enter(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.request_id in self._live:
+                raise OptionError(f"request_id={request.request_id!r} is in use by a live request: choose another.")
+        self._live.update((r.request_id, r) for r in requests)
+
+    def _has_room(self, count: int, wait: float, began: float) -> bool:
+        """Whether so many may enter; QueueFullError if not, and they have waited long enough."""
         if count > self.limit:
             raise OptionError(f"num_return_sequences={count} can never be queued with max_queue_size={self.limit}.")
         if not is_number(wait) or not wait >= 0:
             raise OptionError(f"queue_wait must be a number of seconds, not {wait!r}.")
-        end = time.monotonic() + wait
-        while (queued := self._queued()) + count > self.limit:
-            left = end - time.monotonic()
-            if left <= 0:
-                waited = f" after {wait:g} s" if wait else ""
-                raise QueueFullError(
-                    f"{queued} requests wait{waited} and max_queue_size={self.limit}: try again later, or let submit "
-                    f"wait longer (queue_wait)."
-                )
-            self._changed.wait(min(left, POLL_S))
+        queued = self._queued()
+        if queued + count > self.limit and time.monotonic() - began >= wait:
+            waited = f" after {wait:g} s" if wait else ""
+            raise QueueFullError(
+                f"{queued} requests wait{waited} and max_queue_size={self.limit}: try again later, or let submit "
+                f"wait longer (queue_wait)."
+            )
+        return queued + count <= self.limit
 
     def _queued(self) -> int:
         """Requests that have not started; those that gave way to others have."""
@@ -85,7 +90,7 @@ class Registry:
 
     def leave(self, updates: Iterable[Update], everybody: bool = False) -> None:
         """Counts a step's tokens, and forgets the requests that have ended (`everybody`: all of them have)."""
-        with self._changed:
+        with self._lock:
             for update in updates:
                 self.tokens += len(update.new_ids)
                 if update.finished or everybody:
@@ -99,6 +104,6 @@ class Registry:
         if self._cancelling.issuperset(requests):  # so that asking again and again keeps nobody busy
             yield False
             return
-        with self._changed:
+        with self._lock:
             self._cancelling.update(r for r in requests if self._live.get(r.request_id) is r)
             yield True

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
 from hf_cb.core import GenerationOutput, Request, Update
+from hf_cb.manager.bell import Bell
 from hf_cb.manager.mailbox import Mailbox, make_output
 
 
@@ -17,43 +17,44 @@ class OutputQueue:
 
     def __init__(self) -> None:
         self._outputs: deque[GenerationOutput] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._bell = Bell()
         self._closed = False
 
     def put(self, output: GenerationOutput) -> None:
-        with self._changed:
+        with self._lock:
             self._outputs.append(output)
-            self._changed.notify_all()
+        self._bell.ring()
 
     def get(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
         """The oldest output (of that request); None after `timeout` seconds or once nothing more can come."""
-        end = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            while True:
-                for output in self._outputs:
-                    if request_id is None or output.request_id == request_id:
-                        self._outputs.remove(output)
-                        return output
-                left = None if end is None else end - time.monotonic()
-                if self._closed or (left is not None and left <= 0):
-                    return None
-                self._changed.wait(left)
+        found: list[GenerationOutput] = []
+
+        def is_there() -> bool:
+            with self._lock:
+                found.extend([o for o in self._outputs if request_id in (None, o.request_id)][:1])
+                for output in found:
+                    self._outputs.remove(output)
+                return bool(found) or self._closed
+
+        self._bell.wait_for(is_there, timeout)
+        return found[0] if found else None
 
     def take_all(self, request_id: str) -> list[GenerationOutput]:
         """Removes and returns what is there of one request, oldest first."""
-        with self._changed:
+        with self._lock:
             found = [o for o in self._outputs if o.request_id == request_id]
             self._outputs = deque(o for o in self._outputs if o.request_id != request_id)
             return found
 
     def close(self) -> None:
         """No more outputs will come: waiting readers return."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+        self._bell.ring()
 
     def reopen(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closed = False
 
 

@@ -67,7 +67,7 @@ def test_pause_returns_when_the_loop_ends_meanwhile(manager, monkeypatch, how: s
 
 
 def test_an_interrupt_while_waiting_for_a_pause_leaves_none_behind(manager, monkeypatch) -> None:
-    wait_for, me = manager.loop._changed.wait_for, threading.get_ident()
+    wait_for, me = manager.loop._quiet.wait_for, threading.get_ident()
 
     def interrupted(*args):
         if threading.get_ident() == me:
@@ -75,7 +75,7 @@ def test_an_interrupt_while_waiting_for_a_pause_leaves_none_behind(manager, monk
         return wait_for(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(manager.loop._changed, "wait_for", interrupted)
+        patch.setattr(manager.loop._quiet, "wait_for", interrupted)
         with pytest.raises(KeyboardInterrupt), manager.pause():
             raise AssertionError("never entered")
     assert manager.submit(PROMPTS[0], greedy(3)).result(5).error is None

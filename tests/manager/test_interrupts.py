@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from linecache import getline
 from typing import Any
 
@@ -16,21 +17,26 @@ from transformers.modeling_utils import AttentionInterface
 import hf_cb
 from hf_cb.attention import interception
 from hf_cb.manager import training_mode
+from hf_cb.manager.mailbox import Mailbox
+from hf_cb.manager.router import OutputQueue
 
 PROMPT = [1, 2, 3]
+# Python itself looks for signals at calls and jumps: not before __exit__, or what `finally` calls in C
+NEVER = ("with ", "try:", "return True", "return False", "self._ears.discard(")
 
 
 @contextmanager
-def interrupted_at(number: int, names: set[str]) -> Iterator[Callable[[], bool]]:
+def interrupted_at(number: int, names: set[str], modules: tuple[str, ...] = ("hf_cb",)) -> Iterator[Callable[[], bool]]:
     """Inside, KeyboardInterrupt is raised before the line of this number that functions of these names run. Yields
     whether it was."""
     count = 0
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal count
-        if frame.f_code.co_name in names and frame.f_globals["__name__"].startswith("hf_cb"):
-            if event == "line" and not getline(frame.f_code.co_filename, frame.f_lineno).strip().startswith("with "):
-                count += 1  # Python itself interrupts no `with` between the end of its block and __exit__
+        if frame.f_code.co_name in names and frame.f_globals["__name__"].startswith(modules):
+            line = getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            if event == "line" and not line.startswith(NEVER):
+                count += 1
                 if count == number + 1:
                     raise KeyboardInterrupt
             return trace
@@ -70,6 +76,31 @@ def test_what_a_step_borrows() -> None:
         assert [module.training for module in model.modules()] == modes, number
         more, number = has_come(), number + 1
     assert number > 40
+
+
+@pytest.mark.parametrize("place", ["mailbox", "queue"])
+def test_waiting_for_news(place: str) -> None:
+    """An interrupt is one, nothing stays locked, and nobody is thought to wait."""
+    mailbox, outputs = Mailbox([]), OutputQueue()
+    waiting, used = {
+        "mailbox": (partial(mailbox.wait_for, lambda: False, 0.001), partial(mailbox.add_waker, (None, list))),
+        "queue": (partial(outputs.get, None, 0.001), outputs.close),
+    }[place]
+    names = {"wait_for", "wait", "get", "__enter__", "__exit__", "_release_save", "_acquire_restore"}
+    number, more = 0, True
+    while more:
+        try:
+            with interrupted_at(number, names, ("hf_cb", "threading")) as has_come:
+                waiting()
+        except KeyboardInterrupt:
+            assert has_come()
+        another = threading.Thread(target=used, daemon=True)
+        another.start()
+        another.join(5)
+        assert not another.is_alive(), number
+        outputs.reopen()
+        more, number = has_come(), number + 1
+    assert number > 8 and not (mailbox._bell._ears or outputs._bell._ears)
 
 
 def test_a_thread_that_begins_behind_an_interrupted_start(monkeypatch) -> None:

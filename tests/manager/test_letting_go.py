@@ -89,7 +89,7 @@ def test_an_abandoned_async_iteration_cancels(manager) -> None:
 
 def test_handles_dropped_while_locks_are_held(manager) -> None:
     """A collection may come at any moment, also where one of our locks is held by this very thread."""
-    for lock in (manager.registry._changed, manager.loop._changed, manager.router._lock, manager.router.queue._changed):
+    for lock in (manager.registry._lock, manager.loop._changed, manager.router._lock, manager.router.queue._lock):
         handle = manager.submit(PROMPTS[0], greedy(245))
         with lock:
             del handle
@@ -133,14 +133,14 @@ def test_waiting_where_it_would_never_end(manager) -> None:
 
 def test_interrupted_pauses_leave_the_pool_whole(manager, monkeypatch) -> None:
     handles = [manager.submit(p, greedy(200)) for p in PROMPTS * 3]
-    wait_for, me = manager.loop._changed.wait_for, threading.get_ident()
+    wait_for, me = manager.loop._quiet.wait_for, threading.get_ident()
 
     def interrupted(*args: Any) -> Any:
         if threading.get_ident() == me:
             raise KeyboardInterrupt
         return wait_for(*args)
 
-    monkeypatch.setattr(manager.loop._changed, "wait_for", interrupted)
+    monkeypatch.setattr(manager.loop._quiet, "wait_for", interrupted)
     for _ in range(200):
         with pytest.raises(KeyboardInterrupt), manager.pause():
             raise AssertionError("never entered")

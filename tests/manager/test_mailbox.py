@@ -58,14 +58,18 @@ def test_threads_that_wait_are_woken_for_every_token() -> None:
 def test_who_begins_to_wait_in_the_middle_of_a_push_is_woken_by_it() -> None:
     request, mailbox = make()
     tokens = mailbox.streams[0].token_ids = Interrupted(before_growth=lambda: begin_to_wait())
-    reader = threading.Thread(target=mailbox.wait_for, args=(lambda: len(tokens) > 0,), daemon=True)
+    looked = threading.Event()
+
+    def has_come() -> bool:
+        found = len(tokens) > 0
+        looked.set()
+        return found
+
+    reader = threading.Thread(target=mailbox.wait_for, args=(has_come,), daemon=True)
 
     def begin_to_wait() -> None:
         reader.start()
-        while not mailbox._waiting:
-            pass
-        with mailbox._changed:  # free again once it waits
-            pass
+        assert looked.wait(60)
 
     mailbox.push(request, [5], None)
     reader.join(60)

@@ -20,10 +20,8 @@ from torch import distributed
 
 import hf_cb
 from hf_cb import EngineConfig
-from hf_cb.engine.engine import Engine
 from hf_cb.manager.ranks import meeting, team
 from hf_cb.manager.ranks.driver import Driver
-from hf_cb.manager.ranks.obeying import Obeying
 from hf_cb.models import plan
 
 KEPT = EngineConfig(block_size=4)
@@ -113,31 +111,6 @@ def between_calls(rank: int, folder: str) -> dict[str, Any]:
         time.sleep(0.05)
         gc.collect()
     seen["gone"] = found() is None
-    return seen
-
-
-def leaves(rank: int, folder: str) -> dict[str, Any]:
-    """Rank 0 leaves a stream between two steps, and rank 1 looks what it has to do after its own has ended."""
-    model, done = load(folder), 0
-    step, do = Engine.step, Obeying.do
-
-    def slow(engine: Engine) -> Any:
-        time.sleep(0.5)
-        return step(engine)
-
-    def counted(*args: Any) -> Any:
-        nonlocal done
-        done += 1
-        return do(*args)
-
-    Engine.step, Obeying.do = slow, counted  # type: ignore[method-assign]
-    stream = model.stream_batch(PROMPTS[:2], greedy(100))
-    next(stream)
-    seen: dict[str, Any] = {"said": said(stream.close) if rank == 0 else said(partial(list, stream))}
-    before = done
-    time.sleep(1.5)
-    seen["done later"] = done - before
-    seen["next"] = tokens(model.generate_batch(PROMPTS[:2], greedy(3)))
     return seen
 
 

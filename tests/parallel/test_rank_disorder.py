@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import rank_disorder
+import rank_leaving
 import torch
 from ranks import NEEDS_RANKS, run_ranks, values
 from tiny_models import generate_alone, greedy, make_model
@@ -48,7 +49,7 @@ def test_what_a_script_does_between_calls(folder: str) -> None:
 
 def test_a_call_that_rank_0_leaves_ends_elsewhere_after_the_last_step(folder: str) -> None:
     """The script may use the process group then."""
-    driver, follower = values(run_ranks(rank_disorder.leaves, folder))
+    driver, follower = values(run_ranks(rank_leaving.leaves, folder))
     assert follower["said"].startswith("RankError: Rank 0 has left stream_batch")
     assert follower["done later"] == 0
     assert driver["next"] == follower["next"]
