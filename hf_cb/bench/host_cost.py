@@ -137,7 +137,7 @@ def _submit(
     return Handle(mailbox, _nothing, _nothing, _nothing, lambda *_: "", rendering)
 
 
-def _nothing() -> None: ...
+def _nothing(*_: object) -> None: ...
 
 
 async def _read(handles: Sequence[Handle]) -> None:

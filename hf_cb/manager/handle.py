@@ -16,7 +16,7 @@ from typing import Any
 from hf_cb.core import Delta, GenerationOutput, Request, RequestMetrics
 from hf_cb.errors import RequestFailedError
 from hf_cb.html import card, result_card, side_by_side
-from hf_cb.manager.mailbox import Mailbox, Waker
+from hf_cb.manager.mailbox import Guard, Mailbox, Waker
 from hf_cb.text.rendering import Rendering
 
 
@@ -26,7 +26,8 @@ class Handle:
     Args:
         mailbox: where its news arrive.
         cancel: ends the request within a step.
-        drop: the same, called when the handle is gone; must take no lock, since that may happen anywhere.
+        dropped: called with the mailbox's guard if the handle goes before its requests have ended. Should be C code:
+            Python's would swallow a Ctrl-C there, and may come while locks are held.
         check: raises where waiting would never end.
         explain: says of one of its requests where the time went.
         rendering: for text.
@@ -36,21 +37,17 @@ class Handle:
         self,
         mailbox: Mailbox,
         cancel: Callable[[], None],
-        drop: Callable[[], None],
+        dropped: Callable[[Guard], None],
         check: Callable[[], None],
         explain: Callable[[Request, GenerationOutput | None], str],
         rendering: Rendering | None = None,
     ) -> None:
         self.mailbox = mailbox
         self._cancel = cancel
-        self._drop = drop
         self._check = check
         self._explain = explain
         self.rendering = rendering
-
-    def __del__(self) -> None:
-        if not self.mailbox.done:
-            self._drop()
+        mailbox.guard = Guard(self, dropped, mailbox.requests)
 
     @property
     def request_id(self) -> str:

@@ -6,7 +6,6 @@ import logging
 import os
 import queue
 import threading
-import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -16,15 +15,15 @@ from functools import partial
 from torch import nn
 
 from hf_cb.attention import interception
-from hf_cb.core import Request
 from hf_cb.engine.engine import Engine
 from hf_cb.errors import ManagerStoppedError, RequestCancelledError, describe
 from hf_cb.manager.bell import Bell
+from hf_cb.manager.mailbox import Guard
 from hf_cb.manager.openmp import release_idle_workers
-from hf_cb.manager.running import note_running
+from hf_cb.manager.running import note_ended, note_running
 from hf_cb.manager.switching import switch_interval
 from hf_cb.manager.thread import Cancel, Deliver, leave, nobody, run_while_alive
-from hf_cb.manager.training_mode import enter_eval
+from hf_cb.manager.training_mode import TrainingWatch, enter_eval
 
 logger = logging.getLogger("hf_cb")
 
@@ -37,7 +36,7 @@ class EngineLoop:
     Args:
         engine: touched by the loop's thread alone once it runs; `model` is in `eval()` then.
         deliver: called with each step's updates, and at the end once with the error for requests that are left.
-        cancel: called with the requests in `dropped`. Both are let go of at the end, so that their owner goes at once.
+        cancel: called with requests of `dropped`. Both are let go of at the end, so that their owner goes at once.
         num_threads: CPU threads of a step.
         switch_interval, train_mode_timeout: seconds that a busy Python thread, or somebody else's `train()`, may hold
             up a step.
@@ -55,15 +54,14 @@ class EngineLoop:
     ) -> None:
         self.engine, self.model = engine, model
         self.fatal_error: BaseException | None = None
-        # requests that nobody waits for any more: appended without a lock, by handles that are being collected
-        self.dropped: deque[list[Request]] = deque()
+        # of handles that are gone: appended without a lock, wherever they are collected
+        self.dropped: deque[Guard] = deque()
         self._deliver, self._cancel = deliver, cancel
         self._num_threads = num_threads
-        self._switch_interval, self._train_mode_timeout = switch_interval, train_mode_timeout
+        self._switch_interval, self._training = switch_interval, TrainingWatch(model, train_mode_timeout)
         self._thread: threading.Thread | None = None  # in whose name the model is in eval(), and intercepted
         # the idle thread waits for it, and holds nothing else of ours; a finalizer may put something in at any moment
-        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
-        weakref.finalize(self, self._news.put, None).atexit = False
+        self._news: queue.SimpleQueue[object] = queue.SimpleQueue()
         # guards what is below; entered itself by callers (see `bell`: Condition.__enter__ is Python code)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # the thread waits on it for others
@@ -76,7 +74,6 @@ class EngineLoop:
         self._paused = False
         self._quiet = Bell()  # rung when a pause begins, or can no more
         self._pid = 0
-        self._training_since: float | None = None
 
     # -------------------------------------------------------------------------------------------------- by any thread
 
@@ -130,7 +127,8 @@ class EngineLoop:
             self._pid, self.fatal_error, self._stopping = os.getpid(), None, None
             self.engine.scheduler.expect(True)  # also behind a session that had no more
             release_idle_workers()  # the caller has probably just loaded the model
-            args = (weakref.ref(self), weakref.ref(self.model), self._news, self._num_threads)
+            myself = weakref.ref(self, self._news.put)  # it wakes when I am gone
+            args = (myself, weakref.ref(self.model), self._news, self._num_threads)
             thread = threading.Thread(target=run_while_alive, args=args, name="hf_cb", daemon=True)
             before = self._state
             try:
@@ -246,19 +244,20 @@ class EngineLoop:
             except Exception:
                 logger.exception("Cleaning up after the generation thread failed")
         self._deliver, self._cancel = nobody, nobody
+        note_ended(self)
 
     def _next_move(self) -> str:
         """Handles the inbox, and waits while somebody pauses or trains. Then "step", "wait" (for news) or "end"."""
         while True:
             while not self._news.empty():
                 self._news.get()
-            dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]  # before the messages that admit them
+            gone = [self.dropped.popleft() for _ in range(len(self.dropped))]  # before the messages that admit them
             with self._lock:
                 messages, self._inbox = self._inbox, []
             for message in messages:
                 message()
-            for requests in dropped:
-                self._cancel(requests)
+            for guard in gone:
+                self._cancel(guard.requests)
             self.engine.scheduler.close(self._stopping is not None)
             training = self._is_training()
             if self._pausers or training:
@@ -281,20 +280,11 @@ class EngineLoop:
                     return "wait" if self.engine.has_work or not self._stopping else "end"
 
     def _is_training(self) -> bool:
-        """Whether somebody has put the model in training mode while there is work: then it is not our step to take."""
-        if not (self.model.training and self.engine.has_work):
-            if self._training_since is not None:
-                self._training_since = None
-                self.engine.kv.drop_cache()  # training means other weights
-            return False
-        now, limit = time.monotonic(), self._train_mode_timeout
-        if self._training_since is None:
-            self._training_since = now
-            logger.warning("The model is in training mode: generation waits up to %s s for model.eval().", limit)
-        if self._pausers:
-            self._training_since = now  # it is done as it should be
-        if now - self._training_since > limit:
-            how = "train inside `with manager.pause():`, or call model.eval()"
-            raise RuntimeError(f"The model has been in training mode for {limit} s: {how}.")
-        self._deliver(self.engine.expire(), None)
-        return True
+        """Whether somebody trains the model while there is work: then it is not our step to take."""
+        was_training = self._training.since is not None
+        if self._training.goes_on(self.engine.has_work, bool(self._pausers)):
+            self._deliver(self.engine.expire(), None)
+            return True
+        if was_training:
+            self.engine.kv.drop_cache()  # training means other weights
+        return False

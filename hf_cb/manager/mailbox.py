@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,20 @@ class Stream:
         self.output: GenerationOutput | None = None
 
 
+class Guard(weakref.ref[Any]):
+    """Tells when a handle is gone, with the requests that nobody waits for any more."""
+
+    requests: list[Request]
+
+    def __new__(cls, handle: object, tell: Callable[[Guard], None], requests: list[Request]) -> Guard:
+        guard = super().__new__(cls, handle, tell)
+        guard.requests = requests
+        return guard
+
+    def __init__(self, handle: object, tell: Callable[[Guard], None], requests: list[Request]) -> None:
+        super().__init__(handle, tell)  # type: ignore[call-arg]
+
+
 class Mailbox:
     """The streams of one submission. The router holds it as long as it is alive; a caller's handle comes and goes."""
 
@@ -35,6 +50,7 @@ class Mailbox:
         self.streams = [Stream(r.request_id) for r in requests]
         self._bell = Bell()
         self._lock = threading.RLock()  # an interrupt inside is harmless: it is entered and left in one step
+        self.guard: Guard | None = None  # until the requests have ended
         self._wakers: tuple[Waker, ...] = ()
 
     @property
@@ -68,6 +84,7 @@ class Mailbox:
         if output is not None and stream.output is None:
             output.index = self.index
             stream.output = output
+            self.guard = None if self.done else self.guard
         self._bell.ring()
         return self._wakers
 

@@ -152,9 +152,9 @@ class ContinuousBatchingManager(Showing, TransformersCalls, Recordable):
         """`submit` for a prompt and options that are resolved already; `bounded=False` disregards `max_queue_size`."""
         requests = self._make_requests(prompt_ids, recipe, **options)
         mailbox = Mailbox(requests, index)
-        cancel, drop = partial(self._post_cancel, requests), partial(self.loop.dropped.append, requests)
+        cancel, dropped = partial(self._post_cancel, requests), self.loop.dropped.append
         # made first: if an interrupt comes before it is returned, it goes, and its requests with it
-        handle = Handle(mailbox, cancel, drop, self.loop.check_may_wait, self._why, recipe.rendering)
+        handle = Handle(mailbox, cancel, dropped, self.loop.check_may_wait, self._why, recipe.rendering)
         self._enqueue(requests, mailbox, bounded=bounded, queue_wait=queue_wait)
         return handle
 

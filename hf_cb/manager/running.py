@@ -26,18 +26,31 @@ class Running(Protocol):
     def at_end(self, call: Callable[[], None]) -> bool: ...
 
 
+_lock = threading.RLock()
 _running: weakref.WeakSet[Running] = weakref.WeakSet()
 _awaited: set[Running] = set()  # somebody is to hear of their end, so that they must not just go
 
 
 def note_running(loop: Running) -> None:
     """It is to be stopped before the interpreter goes."""
-    _running.add(loop)
+    with _lock:
+        _running.add(loop)
+
+
+def note_ended(loop: Running) -> None:
+    """It needs no stopping any more."""
+    with _lock:
+        _running.discard(loop)
+
+
+def _loops() -> list[Running]:
+    with _lock:
+        return list(_running)
 
 
 def after_stopping(model: nn.Module, call: Callable[[], None]) -> None:
     """Calls `call` once no loop of this model that was told to stop takes a step any more: now, or in its thread."""
-    for loop in [each for each in _running if each.model is model]:
+    for loop in [each for each in _loops() if each.model is model]:
         _awaited.add(loop)
         if loop.at_end(partial(_stopped, loop, call)):
             return
@@ -52,7 +65,7 @@ def _stopped(loop: Running, call: Callable[[], None]) -> None:
 
 def _stop_all() -> None:
     """A thread that is in the middle of a forward while the interpreter goes away takes the process down with it."""
-    loops = [loop for loop in _running if loop.is_running]
+    loops = [loop for loop in _loops() if loop.is_running]
     for loop in loops:
         loop.abandon_pauses()
         loop.stop(hard=True)

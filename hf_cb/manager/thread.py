@@ -38,7 +38,7 @@ def nobody(*_: object) -> None:
 
 
 def run_while_alive(
-    reference: weakref.ref[Loop], model: weakref.ref[nn.Module], news: queue.SimpleQueue[None], num_threads: int
+    reference: weakref.ref[Loop], model: weakref.ref[nn.Module], news: queue.SimpleQueue[object], num_threads: int
 ) -> None:
     """The thread. While it waits it holds no loop, so that one that everybody has forgotten can go, with its model."""
     _here.runs_a_loop = True

@@ -1,14 +1,18 @@
-"""A model in `eval()` while managers run on it, and afterwards exactly as it was, submodule by submodule."""
+"""A model in `eval()` while managers run on it, and afterwards exactly as it was, submodule by submodule; and what they
+do if somebody calls `train()` meanwhile."""
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
 
+logger = logging.getLogger("hf_cb")
 _lock = threading.RLock()  # a garbage collection inside may end up here again
 _users: weakref.WeakKeyDictionary[nn.Module, set[object]] = weakref.WeakKeyDictionary()
 _training: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
@@ -55,3 +59,34 @@ def _restore(model: nn.Module) -> None:
         if module is not None:
             module.training = True
     _training.pop(model, None)
+
+
+class TrainingWatch:
+    """For how long somebody has trained a model while there is work for it.
+
+    Args:
+        timeout: seconds after which this is an error.
+    """
+
+    def __init__(self, model: nn.Module, timeout: float) -> None:
+        self._model, self._timeout = model, timeout
+        self.since: float | None = None  # on time.monotonic()
+
+    def goes_on(self, has_work: bool, paused: bool) -> bool:
+        """Whether the model is in training mode; `paused`: as it should be done, and so without a limit.
+
+        Raises:
+            RuntimeError: it has been for too long.
+        """
+        if not (self._model.training and has_work):
+            self.since = None
+            return False
+        now, limit = time.monotonic(), self._timeout
+        if self.since is None:
+            logger.warning("The model is in training mode: generation waits up to %s s for model.eval().", limit)
+        if self.since is None or paused:
+            self.since = now
+        if now - self.since > limit:
+            how = "train inside `with manager.pause():`, or call model.eval()"
+            raise RuntimeError(f"The model has been in training mode for {limit} s: {how}.")
+        return True

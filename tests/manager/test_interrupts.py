@@ -103,6 +103,23 @@ def test_waiting_for_news(place: str) -> None:
     assert number > 8 and not (mailbox._bell._ears or outputs._bell._ears)
 
 
+@pytest.mark.parametrize("done", [True, False])
+def test_a_handle_that_goes_runs_no_python_code(done: bool) -> None:
+    """There an interrupt would be swallowed."""
+    calls: list[str] = []
+    with hf_cb.accelerate(make_model()).continuous_batching_context_manager() as manager:
+        with manager.pause():
+            handle = manager.submit(PROMPT, greedy(20))
+        if done:
+            handle.result(10)
+        sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_qualname) if event == "call" else None)
+        try:
+            del handle
+        finally:
+            sys.setprofile(None)
+    assert calls == []
+
+
 def test_a_thread_that_begins_behind_an_interrupted_start(monkeypatch) -> None:
     """`Thread.start` waits until the thread has said that it is there: an interrupt then says nothing of it."""
     may_begin, threads, start = threading.Event(), [], threading.Thread.start

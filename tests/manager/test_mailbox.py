@@ -87,7 +87,7 @@ def test_an_end_that_comes_while_tokens_are_read_takes_none_of_them_away() -> No
 
     mailbox.streams[0].token_ids = Interrupted(after_look=end)
     mailbox.push(request, [1, 2], None)
-    reader = Reader(Handle(mailbox, cancel=list, drop=list, check=list, explain=lambda *_: ""))
+    reader = Reader(Handle(mailbox, cancel=list, dropped=list, check=list, explain=lambda *_: ""))
     deltas = [*reader.read(), *reader.read()]
     assert [d.token_ids for d in deltas] == [[1, 2], [3]] and deltas[-1].finish_reason == "length" and reader.at_end
 
