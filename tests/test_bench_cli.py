@@ -9,7 +9,7 @@ import pytest
 from test_bench_peers import GOOD
 from tiny_models import make_model, make_tokenizer
 
-from hf_cb.bench import speeds
+from hf_cb.bench import run, speeds
 from hf_cb.cli import main
 
 SMALL = ["--engines", "hf_cb,vllm", "--requests", "3", "--prompt-mean", "20", "--out-min", "2", "--out-max", "4"]
@@ -55,6 +55,26 @@ def test_a_peer_is_in_the_table_and_in_the_figures(folder, env, tmp_path, capsys
     assert figures["floor"]["product_gflop_s"] > 0
     assert "floor: " in said and "is it the same model?" in said
     assert figures["arguments"]["prefix_caching"] is False and figures["arguments"]["max_num_seqs"] == 64
+
+
+def test_an_interrupt_leaves_the_rounds_that_are_finished(folder, tmp_path, capsys, monkeypatch):
+    whole, left = run._attempt, iter(range(5))
+
+    def attempt(*args):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    monkeypatch.setattr(run, "_attempt", attempt)
+    file = tmp_path / "bench.json"
+    few = ["--engines", "hf_cb,generate", *SMALL[2:], "--repeat", "4", "--json", str(file)]
+    assert main(["bench", "-m", folder, *few]) == 130  # after two warm-ups, in the second run of the second round
+    said, figures = capsys.readouterr(), json.loads(file.read_text())
+    assert "interrupted: 1 of 4 rounds" in said.err and "PROBLEM interrupted: 1 of 4 rounds" in said.out
+    assert [len(engine["runs"]) for engine in figures["engines"].values()] == [1, 1] and "first_token" not in figures
+    assert main(["bench", "-m", folder, *few]) == 130
+    said = capsys.readouterr()
+    assert said.err.endswith("hf-cb bench: interrupted\n") and not said.out
 
 
 @pytest.mark.parametrize("workload", ["single", "shared", "poisson"])

@@ -21,18 +21,20 @@ AGREED = 0.5  # of the first tokens must be the same: far above chance, and far 
 class BenchResult:
     """All rounds of all engines. One that raised is in `failed`, with why, and keeps earlier rounds.
 
-    One that is not made for this workload or model is in `unable`, with why.
+    One that is not made for this workload or model is in `unable`, with why. `interrupted`: after which round.
     """
 
     workload: Workload
     rounds: dict[str, list[Measured]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     unable: dict[str, str] = field(default_factory=dict)
+    interrupted: str | None = None
 
     @property
     def problems(self) -> list[str]:
-        """Failures, and results that were not as ordered."""
-        found = [f"{name} failed: {message}" for name, message in self.failed.items()]
+        """An interrupt, failures, and results that were not as ordered."""
+        found = [self.interrupted] if self.interrupted else []
+        found += [f"{name} failed: {message}" for name, message in self.failed.items()]
         for name, runs in self.rounds.items():
             found += [f"{name}, round {i + 1}: {p}" for i, run in enumerate(runs) for p in run.problems]
             agreed = self.agreed(name)
@@ -65,6 +67,8 @@ def run_engines(
 ) -> BenchResult:
     """Warms up each engine, then runs all of them `repeat` times, every other round in reverse order.
 
+    KeyboardInterrupt in the first round is raised; a later one ends the benchmark with the rounds before.
+
     Args:
         on_run: called after each measured run.
 
@@ -75,13 +79,24 @@ def run_engines(
         for engine in engines:
             _attempt(result, engine, workload.warm_up())
         for i in range(repeat):
-            for engine in engines if i % 2 == 0 else reversed(engines):
-                measured = _attempt(result, engine, workload)
-                if measured is not None:
-                    result.rounds.setdefault(engine.name, []).append(measured)
-                    if on_run is not None:
-                        on_run(measured)
+            try:
+                _round(result, engines if i % 2 == 0 else engines[::-1], on_run)
+            except KeyboardInterrupt:
+                if i == 0:
+                    raise
+                result.rounds = {name: runs[:i] for name, runs in result.rounds.items()}
+                result.interrupted = f"interrupted: {i} of {repeat} rounds were finished, and no others are told of"
+                break
     return result
+
+
+def _round(result: BenchResult, engines: Sequence[BenchEngine], on_run: Callable[[Measured], None] | None) -> None:
+    for engine in engines:
+        measured = _attempt(result, engine, result.workload)
+        if measured is not None:
+            result.rounds.setdefault(engine.name, []).append(measured)
+            if on_run is not None:
+                on_run(measured)
 
 
 def _attempt(result: BenchResult, engine: BenchEngine, workload: Workload) -> Measured | None:

@@ -7,11 +7,16 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_cb.cli import model as models
+from hf_cb.cli.job import INTERRUPTED
 from hf_cb.cli.numbers import count, count_or_zero
 from hf_cb.errors import OptionError
+
+if TYPE_CHECKING:
+    from hf_cb.bench.measured import Measured
+    from hf_cb.bench.run import BenchResult
 
 WORKLOADS = ("mixed", "single", "long", "short", "shared", "poisson")
 HERE = ("hf_cb", "generate", "transformers")
@@ -95,15 +100,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table; 1 if an engine failed or made other tokens than ordered."""
-    from hf_cb.bench import speeds
-    from hf_cb.bench.engines import NAMES, HfCb, make_engines
-    from hf_cb.bench.floor import least_time, model_cost
-    from hf_cb.bench.machine import circumstances
-    from hf_cb.bench.measured import Measured
-    from hf_cb.bench.peer import PEERS, Peer
-    from hf_cb.bench.report import summarize, table
-    from hf_cb.bench.run import run_engines
+    """Prints the table; 1 if an engine failed or made other tokens than ordered, 130 if it was interrupted: then the
+    table is that of the rounds before."""
+    from hf_cb.bench.report import table
     from hf_cb.metrics.files import check_folder, check_picture, write_file
 
     if args.json is not None:
@@ -112,40 +111,61 @@ def run(args: argparse.Namespace) -> int:
         from hf_cb.bench.plot import draw
 
         check_picture(args.plot, "--plot")
-    pythons, given = _pairs("--env", args.env, PEERS), _pairs("--peer-model", args.peer_model, PEERS)
-    names = _names(args.engines or ",".join((*HERE, *pythons)), NAMES, pythons)
-    options = _engine_options(args)
-    model, tokenizer = models.load(args)
-    workload = _workload(args, model, tokenizer)
-    peers = _peers(args, model, workload, pythons, given)
-    engines = make_engines(names, model, peers, **options)
-    cost, seen = model_cost(model), [speeds.measure(model)]
-
-    def say(measured: Measured) -> None:
-        print(f"{measured.engine}: {measured.tok_s:.1f} tok/s", file=sys.stderr, flush=True)
-
-    try:
-        result = run_engines(engines, workload, args.repeat, say)
-    finally:
-        for engine in engines:
-            if isinstance(engine, Peer):
-                engine.close()
-    seen.append(speeds.measure(model))  # at the end once more: a machine's speed is not steady
-    floor = least_time(cost, workload, speeds.best_of(seen), args.max_requests, options["prefix_caching"])
-    summary = summarize(result, floor, seen)
-    if args.first_token and HfCb.name in names:
-        from hf_cb.bench.first_token import time_first_token
-
-        summary["first_token"] = time_first_token(models.loading(args), workload.requests[0].prompt, options)
-    arguments = {"seed": args.seed, "repeat": args.repeat} | options
-    summary = circumstances(model, args.model or "demo") | {"arguments": arguments} | summary
+    summary, interrupted = _measured(args)
     print(f"{summary['model']['class']}, {summary['model']['dtype']}, on {summary['machine']['cpu']}")
     print(table(summary))
     if args.json is not None:
         write_file(args.json, (json.dumps(summary, indent=2) + "\n").encode())
     if args.plot is not None:
         draw(summary, args.plot)
+    if interrupted is not None:
+        print(f"hf-cb bench: {interrupted}", file=sys.stderr)
+        return INTERRUPTED
     return int(bool(summary["problems"]))
+
+
+def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
+    """All figures, and after which round they were interrupted, if so."""
+    from hf_cb.bench import speeds
+    from hf_cb.bench.engines import NAMES, HfCb, make_engines
+    from hf_cb.bench.floor import least_time, model_cost
+    from hf_cb.bench.machine import circumstances
+    from hf_cb.bench.peer import PEERS
+    from hf_cb.bench.report import summarize
+
+    pythons, given = _pairs("--env", args.env, PEERS), _pairs("--peer-model", args.peer_model, PEERS)
+    names = _names(args.engines or ",".join((*HERE, *pythons)), NAMES, pythons)
+    options = _engine_options(args)
+    model, tokenizer = models.load(args)
+    workload = _workload(args, model, tokenizer)
+    engines = make_engines(names, model, _peers(args, model, workload, pythons, given), **options)
+    cost, seen = model_cost(model), [speeds.measure(model)]
+    result = _run(engines, workload, args.repeat)
+    seen.append(speeds.measure(model))  # at the end once more: a machine's speed is not steady
+    floor = least_time(cost, workload, speeds.best_of(seen), args.max_requests, options["prefix_caching"])
+    summary = summarize(result, floor, seen)
+    if args.first_token and HfCb.name in names and result.interrupted is None:
+        from hf_cb.bench.first_token import time_first_token
+
+        summary["first_token"] = time_first_token(models.loading(args), workload.requests[0].prompt, options)
+    arguments = {"seed": args.seed, "repeat": args.repeat} | options
+    return circumstances(model, args.model or "demo") | {"arguments": arguments} | summary, result.interrupted
+
+
+def _run(engines: Sequence[Any], workload: Any, repeat: int) -> BenchResult:
+    """All rounds, with a word on each run; peers' processes have ended then."""
+    from hf_cb.bench.peer import Peer
+    from hf_cb.bench.run import run_engines
+
+    def say(measured: Measured) -> None:
+        print(f"{measured.engine}: {measured.tok_s:.1f} tok/s", file=sys.stderr, flush=True)
+
+    try:
+        return run_engines(engines, workload, repeat, say)
+    finally:
+        for engine in engines:
+            if isinstance(engine, Peer):
+                engine.close()
 
 
 def _names(text: str, known: Sequence[str], pythons: Mapping[str, str]) -> list[str]:
