@@ -97,8 +97,7 @@ class Driver(Team):
             return [rank for rank, calls in self._arrived.items() if call not in calls]
 
         def all_here(timeout: float) -> bool:
-            with self._changed:
-                return bool(self._changed.wait_for(lambda: self.broken or not late(), timeout))
+            return self._wait_for(lambda: self.broken or not late(), timeout)
 
         if not wait_patiently(all_here, lambda: f"Rank 0 waits for {ranks(late())} to call {terms.what}."):
             raise RankError(
@@ -146,8 +145,8 @@ class Driver(Team):
         def replied() -> bool:
             return all(self._replies.get(rank, (0,))[0] == number for rank in self._settled)
 
-        with self._changed:
-            self._changed.wait_for(lambda: self.broken or failure() is not None or replied())
+        self._wait_for(lambda: self.broken or failure() is not None or replied())
+        with self._lock:
             self.check()
             error = failure()
             if error is not None:
@@ -159,9 +158,8 @@ class Driver(Team):
         try:
             if self.broken is None:
                 self._tell(("settle", number))
-            with self._changed:
-                self._changed.wait_for(lambda: self.broken or not self._unsettled(number), SETTLE_S)
-                late = self._unsettled(number)
+            self._wait_for(lambda: self.broken or not self._unsettled(number), SETTLE_S)
+            late = self._unsettled(number)
         except BaseException:  # an interrupt: nobody knows where the others are
             self._break(f"Rank 0 was interrupted after it had failed ({describe(error)}).")
             raise
@@ -206,7 +204,7 @@ class Driver(Team):
                 self._failures.clear()
 
     def _hear(self, rank: int, kind: str, number: int, content: Any) -> None:
-        with self._changed:
+        with self._lock:
             if kind in ("arrived", "left"):
                 self._arrived[rank][number] = content
             elif kind == "failed":
@@ -216,4 +214,4 @@ class Driver(Team):
                 self._failures.pop(rank, None)
             else:
                 self._replies[rank] = (number, content)
-            self._changed.notify_all()
+            self._bell.ring()

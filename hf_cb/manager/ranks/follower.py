@@ -94,8 +94,8 @@ class Follower(Team):
 
     def model(self, number: int) -> PreTrainedModel:
         """The model of this number, waited for if this rank's script has not come to it yet."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.broken or len(self._models) > number, team.LATE_S)
+        self._wait_for(lambda: self.broken or len(self._models) > number, team.LATE_S)
+        with self._lock:
             self.check()
             model = self._models[number]() if len(self._models) > number else None
         if model is None:
@@ -108,7 +108,7 @@ class Follower(Team):
         Raises:
             RankError: the driver has made another call, or none within LATE_S, or is gone.
         """
-        with self._changed:
+        with self._lock:
             call = self.next_call()
             answers = self._answers.setdefault(call, queue.SimpleQueue())
         self._send("arrived", call, terms)
@@ -116,8 +116,7 @@ class Follower(Team):
 
     def wait_for_end(self, manager: int, times: int, timeout: float | None) -> None:
         """Until the manager of this number has stopped so many times, or nothing is left to wait for."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.broken or self.ended.get(manager, 0) >= times, timeout)
+        self._wait_for(lambda: self.broken or self.ended.get(manager, 0) >= times, timeout)
 
     def _follow(self, call: int, terms: Terms, answers: queue.SimpleQueue[Answer]) -> Generator[Any, None, Any]:
         begun = same_random = False
@@ -145,7 +144,7 @@ class Follower(Team):
         finally:
             if not begun:
                 self._send("left", call, None)  # this rank may be anywhere when the driver comes to it
-            with self._changed:
+            with self._lock:
                 self._answers.pop(call, None)
 
     def _first(self, answers: queue.SimpleQueue[Answer], terms: Terms) -> Answer:
@@ -202,9 +201,9 @@ class Follower(Team):
                 elif kind == "drop":
                     self._worker.drop(content[0])
                 elif kind == "ended":
-                    with self._changed:
+                    with self._lock:
                         self.ended[content[0]] = self.ended.get(content[0], 0) + 1
-                        self._changed.notify_all()
+                        self._bell.ring()
                 else:
                     self._hear(kind, *content)
         except (EOFError, OSError):
@@ -248,7 +247,7 @@ class Follower(Team):
         """An answer for a call of this rank, which may be still to come, or over."""
         if kind in ("result", "error"):
             self._worker.rest()
-        with self._changed:
+        with self._lock:
             if call > self._calls:
                 self._answers.setdefault(call, queue.SimpleQueue())
             if call in self._answers:

@@ -23,6 +23,7 @@ import torch
 from torch import distributed
 
 from hf_cb.errors import RankError, describe
+from hf_cb.manager.bell import Bell
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -53,26 +54,36 @@ class Team:
         self.size = distributed.get_world_size(group)
         self.pid = os.getpid()
         self.broken: str | None = None  # why nothing can go on
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._bell = Bell()  # rung after whatever somebody may wait for
         self._models: list[weakref.ref[PreTrainedModel]] = []
         self._calls = 0
         _teams.add(self)
 
     def number_of(self, model: PreTrainedModel) -> int:
         """The model's number, the same on every rank: they come in the same order everywhere."""
-        with self._changed:
+        with self._lock:
             for number, known in enumerate(self._models):
                 if known() is model:
                     return number
             self._models.append(weakref.ref(model))
-            self._changed.notify_all()
+            self._bell.ring()
             return len(self._models) - 1
 
     def next_call(self) -> int:
         """The number of a public call, the same on every rank."""
-        with self._changed:
+        with self._lock:
             self._calls += 1
             return self._calls
+
+    def _wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> bool:
+        """Waits until `predicate`, under the lock, is true, for at most `timeout` seconds; what it says then."""
+
+        def is_so() -> bool:
+            with self._lock:
+                return bool(predicate())
+
+        return self._bell.wait_for(is_so, timeout)
 
     def check(self) -> None:
         """Raises RankError if nothing can go on."""
@@ -85,11 +96,11 @@ class Team:
 
     def _note_broken(self, reason: str) -> bool:
         """Whether this is news."""
-        with self._changed:
+        with self._lock:
             if self.broken is not None:
                 return False
             self.broken = reason
-            self._changed.notify_all()
+            self._bell.ring()
             return True
 
 
