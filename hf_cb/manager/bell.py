@@ -6,10 +6,12 @@ or is answered with RuntimeError ("cannot release un-acquired lock").
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 
 class Bell:
@@ -20,24 +22,21 @@ class Bell:
 
     def ring(self) -> None:
         """Wakes all who wait; takes no lock."""
-        if self._ears:
-            for ear in tuple(self._ears):
-                ear.put(None)
+        for ear in self._ears.copy():  # in one step, as tuple() is not: a garbage collection in it may run threads
+            ear.put(None)
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         """Waits until `predicate` is true, for at most `timeout` seconds; what it says then."""
-        end = None if timeout is None else time.monotonic() + timeout
+        end = math.inf if timeout is None else time.monotonic() + timeout
         ear: queue.SimpleQueue[None] = queue.SimpleQueue()
         try:
             self._ears.add(ear)  # before the first look: what comes after that look finds it
             while not predicate():
-                left = threading.TIMEOUT_MAX if end is None else min(end - time.monotonic(), threading.TIMEOUT_MAX)
+                left = end - time.monotonic()
                 if left <= 0:
                     return False
-                try:
-                    ear.get(timeout=left)
-                except queue.Empty:
-                    return predicate()
+                with suppress(queue.Empty):
+                    ear.get(timeout=min(left, threading.TIMEOUT_MAX))
             return True
         finally:
             self._ears.discard(ear)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from hf_cb.core import Request, SamplingParams, Status
+from hf_cb.manager.bell import Bell
 from hf_cb.manager.handle import Handle, Reader
 from hf_cb.manager.mailbox import Mailbox, make_output
 
@@ -74,6 +77,27 @@ def test_who_begins_to_wait_in_the_middle_of_a_push_is_woken_by_it() -> None:
     mailbox.push(request, [5], None)
     reader.join(60)
     assert not reader.is_alive()
+
+
+def test_who_ceases_to_wait_in_the_middle_of_a_ring_does_no_harm() -> None:
+    """A garbage collection inside it may run other threads."""
+    bell, kept, threshold = Bell(), [], gc.get_threshold()
+
+    def cease(*_: Any) -> None:
+        if bell._ears:
+            bell._ears.pop()
+
+    gc.callbacks.append(cease)
+    gc.set_threshold(1)
+    try:
+        for turn in range(30):
+            bell._ears |= {queue.SimpleQueue() for _ in range(30)}
+            kept.append([[] for _ in range(turn % 3)])  # so that a collection is due at another place each time
+            bell.ring()
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(cease)
+    assert len(bell._ears) < 900
 
 
 def test_an_end_that_comes_while_tokens_are_read_takes_none_of_them_away() -> None:
