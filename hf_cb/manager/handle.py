@@ -26,8 +26,8 @@ class Handle:
     Args:
         mailbox: where its news arrive.
         cancel: ends the request within a step.
-        dropped: called with the mailbox's guard if the handle goes before its requests have ended. Should be C code:
-            Python's would swallow a Ctrl-C there, and may come while locks are held.
+        dropped: called with the mailbox's guard if the handle goes before its requests have ended: anywhere, perhaps
+            while locks are held. Should be C code, as a Ctrl-C in Python's would be swallowed.
         check: raises where waiting would never end.
         explain: says of one of its requests where the time went.
         rendering: for text.

@@ -1,4 +1,4 @@
-"""The thread that owns an engine. Everybody else posts messages to its inbox and waits on its condition."""
+"""The thread that owns an engine. Everybody else posts messages to its inbox."""
 
 from __future__ import annotations
 
@@ -62,9 +62,8 @@ class EngineLoop:
         self._thread: threading.Thread | None = None  # in whose name the model is in eval(), and intercepted
         # the idle thread waits for it, and holds nothing else of ours; a finalizer may put something in at any moment
         self._news: queue.SimpleQueue[object] = queue.SimpleQueue()
-        # guards what is below; entered itself by callers (see `bell`: Condition.__enter__ is Python code)
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)  # the thread waits on it for others
+        self._lock = threading.RLock()  # guards what is below; callers enter it and no Condition (why: see `bell`)
+        self._changed = threading.Condition(self._lock)  # the thread alone waits on it
         self._inbox: list[Callable[[], None]] = []
         self._state = "new"  # then "running", then "ended", and again
         self._stopping: str | None = None  # None, "flush" or "hard"
@@ -127,7 +126,7 @@ class EngineLoop:
             self._pid, self.fatal_error, self._stopping = os.getpid(), None, None
             self.engine.scheduler.expect(True)  # also behind a session that had no more
             release_idle_workers()  # the caller has probably just loaded the model
-            myself = weakref.ref(self, self._news.put)  # it wakes when I am gone
+            myself = weakref.ref(self, self._news.put)  # the thread wakes when I am gone
             args = (myself, weakref.ref(self.model), self._news, self._num_threads)
             thread = threading.Thread(target=run_while_alive, args=args, name="hf_cb", daemon=True)
             before = self._state
@@ -145,9 +144,10 @@ class EngineLoop:
     def at_end(self, call: Callable[[], None]) -> bool:
         """The thread's last act will be to call it; False if it was not told to end, or has ended."""
         with self._lock:
-            is_ending = self.is_running and self._stopping is not None
-            self._at_end += [call] if is_ending else []
-            return is_ending
+            if not self.is_running or self._stopping is None:
+                return False
+            self._at_end.append(call)
+            return True
 
     def stop(self, hard: bool = False, destroy: bool = False) -> None:
         """Asks the thread to end, after all requests or after this step. What is asked for is never taken back."""
@@ -238,7 +238,7 @@ class EngineLoop:
             at_end, self._at_end = self._at_end, []
         leaving = partial(leave, self.model, threading.current_thread())
         tidying: list[Callable[[], object]] = [self.engine.drop_all, partial(self._deliver, [], error), leaving]
-        for clean_up in tidying + at_end:
+        for clean_up in [*tidying, *at_end]:
             try:
                 clean_up()
             except Exception:
@@ -271,6 +271,7 @@ class EngineLoop:
                     self._quiet.ring()
                     self._changed.wait_for(lambda: not self._pausers)
                     self.engine.kv.drop_cache()
+                    self._training.since = None  # in there it may take as long as it likes
                     self._paused = False
                 elif training:
                     self._changed.wait(POLL_S)

@@ -28,7 +28,8 @@ class Stream:
 
 
 class Guard(weakref.ref[Any]):
-    """Tells when a handle is gone, with the requests that nobody waits for any more."""
+    """What `tell` is called with once the handle is gone: it has the requests that nobody waits for any more. A weak
+    reference, as the Python code of a `__del__` would swallow a Ctrl-C."""
 
     requests: list[Request]
 
@@ -48,9 +49,9 @@ class Mailbox:
         self.requests = requests
         self.index = index
         self.streams = [Stream(r.request_id) for r in requests]
+        self.guard: Guard | None = None  # of the handle, until the requests have ended
         self._bell = Bell()
-        self._lock = threading.RLock()  # an interrupt inside is harmless: it is entered and left in one step
-        self.guard: Guard | None = None  # until the requests have ended
+        self._lock = threading.RLock()  # for changing the wakers; a garbage collection inside may end up here again
         self._wakers: tuple[Waker, ...] = ()
 
     @property
@@ -84,7 +85,8 @@ class Mailbox:
         if output is not None and stream.output is None:
             output.index = self.index
             stream.output = output
-            self.guard = None if self.done else self.guard
+            if self.done:
+                self.guard = None
         self._bell.ring()
         return self._wakers
 

@@ -30,14 +30,15 @@ class OutputQueue:
         """The oldest output (of that request); None after `timeout` seconds or once nothing more can come."""
         found: list[GenerationOutput] = []
 
-        def is_there() -> bool:
+        def take() -> bool:
             with self._lock:
-                found.extend([o for o in self._outputs if request_id in (None, o.request_id)][:1])
-                for output in found:
+                output = next((o for o in self._outputs if request_id in (None, o.request_id)), None)
+                if output is not None:
                     self._outputs.remove(output)
-                return bool(found) or self._closed
+                    found.append(output)
+                return output is not None or self._closed
 
-        self._bell.wait_for(is_there, timeout)
+        self._bell.wait_for(take, timeout)
         return found[0] if found else None
 
     def take_all(self, request_id: str) -> list[GenerationOutput]:

@@ -6,44 +6,32 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import nn
 
+if TYPE_CHECKING:
+    from hf_cb.manager.loop import EngineLoop
+
 EXIT_TIMEOUT_S = 10.0
-
-
-class Running(Protocol):
-    """A loop, as far as this file knows it."""
-
-    model: nn.Module
-
-    @property
-    def is_running(self) -> bool: ...
-    def abandon_pauses(self) -> None: ...
-    def stop(self, hard: bool = False, destroy: bool = False) -> None: ...
-    def join(self, timeout: float | None = None) -> None: ...
-    def at_end(self, call: Callable[[], None]) -> bool: ...
-
-
 _lock = threading.RLock()
-_running: weakref.WeakSet[Running] = weakref.WeakSet()
-_awaited: set[Running] = set()  # somebody is to hear of their end, so that they must not just go
+_running: weakref.WeakSet[EngineLoop] = weakref.WeakSet()
+_awaited: set[EngineLoop] = set()  # somebody is to hear of their end, so that they must not just go
 
 
-def note_running(loop: Running) -> None:
+def note_running(loop: EngineLoop) -> None:
     """It is to be stopped before the interpreter goes."""
     with _lock:
         _running.add(loop)
 
 
-def note_ended(loop: Running) -> None:
+def note_ended(loop: EngineLoop) -> None:
     """It needs no stopping any more."""
     with _lock:
         _running.discard(loop)
 
 
-def _loops() -> list[Running]:
+def _loops() -> list[EngineLoop]:
     with _lock:
         return list(_running)
 
@@ -58,7 +46,7 @@ def after_stopping(model: nn.Module, call: Callable[[], None]) -> None:
     call()
 
 
-def _stopped(loop: Running, call: Callable[[], None]) -> None:
+def _stopped(loop: EngineLoop, call: Callable[[], None]) -> None:
     _awaited.discard(loop)
     after_stopping(loop.model, call)  # perhaps there are others
 

@@ -23,13 +23,13 @@ def enter_eval(model: nn.Module, user: object) -> None:
     modules were training. Users are named, not counted: one that is interrupted in the middle just leaves."""
     with _lock:
         users = _users.setdefault(model, set())
-        if not users:
+        first = not users
+        if first:
             _restore(model)  # what an interrupted leave_eval() has left
             _training[model] = [weakref.ref(m) for m in model.modules() if m.training]
-            users.add(user)
-            if _training[model]:
-                model.eval()
         users.add(user)
+        if first and _training[model]:
+            model.eval()
 
 
 def leave_eval(model: nn.Module, user: object) -> None:

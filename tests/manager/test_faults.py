@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from tiny_models import generate_alone, greedy, make_prompts
 
 import hf_cb
 from hf_cb import EngineConfig, ManagerStoppedError, RequestCancelledError
+from hf_cb.manager import training_mode
 
 pytestmark = pytest.mark.usefixtures("patched")
 PROMPTS = make_prompts([5, 12, 3])
@@ -81,8 +84,12 @@ def test_an_interrupt_while_waiting_for_a_pause_leaves_none_behind(manager, monk
     assert manager.submit(PROMPTS[0], greedy(3)).result(5).error is None
 
 
-def test_training_inside_a_pause_after_train(llama) -> None:
-    """As the message of the timeout advises; other requests to the loop are heard meanwhile too."""
+def test_training_inside_a_pause_after_train(llama, monkeypatch) -> None:
+    """As the message of the timeout advises, also if `eval()` comes only behind it; other requests to the loop are
+    heard meanwhile too."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(training_mode, "time", clock)
+    looked = threading.Event()
     config = EngineConfig(train_mode_timeout=1)
     with llama.continuous_batching_context_manager(continuous_batching_config=config) as manager:
         may_go_on = held_after(manager.engine, 3)
@@ -93,8 +100,10 @@ def test_training_inside_a_pause_after_train(llama) -> None:
         may_go_on.set()
         assert other.result(5).finish_reason == "cancelled"
         with manager.pause():
-            time.sleep(1.3)
-            llama.eval()
+            clock.now += 2
+        manager.loop.post(partial(manager.loop.post, looked.set))  # the second is read after a look at the model
+        assert looked.wait(5)
+        llama.eval()
         assert handle.result(5).error is None
 
 
