@@ -14,7 +14,7 @@ import pytest
 from servers import served
 
 from hf_cb.errors import QueueFullError
-from hf_cb.serving import app
+from hf_cb.serving import app, streaming
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -51,7 +51,14 @@ def test_before_the_first_token(stream) -> None:
 @pytest.mark.parametrize("stream", (True, False), ids=("streaming", "whole"))
 def test_while_it_is_being_submitted(stream, monkeypatch) -> None:
     """It ends with its client, though nobody ever held it and something still does."""
-    submitted, may_return, kept = threading.Event(), threading.Event(), []
+    submitted, gone, may_return, kept = threading.Event(), threading.Event(), threading.Event(), []
+    disconnected = streaming._disconnected
+
+    async def seen(receive):
+        await disconnected(receive)
+        gone.set()
+
+    monkeypatch.setattr(streaming, "_disconnected", seen)
     with served() as server:
         submit = server.service.intake.submit
 
@@ -66,7 +73,7 @@ def test_while_it_is_being_submitted(stream, monkeypatch) -> None:
             connection = connect(server, stream)
             assert submitted.wait(20)
             connection.close()
-            time.sleep(0.1)  # for the server to see it
+            assert gone.wait(20)
             may_return.set()
             wait_for(lambda: server.service.gate.inside == 0)
         server.wait_until_idle()
