@@ -190,10 +190,9 @@ class Generation:
         try:
             return await asyncio.wrap_future(job)
         except asyncio.CancelledError:
-            if not job.cancelled():  # it had begun
-                await asyncio.wait({asyncio.wrap_future(job)})
-                if job.exception() is None:
-                    job.result().cancel()
+            [made] = await asyncio.gather(asyncio.wrap_future(job), return_exceptions=True)
+            if isinstance(made, Submission):
+                made.cancel()
             raise
 
     def _submit(self, data: bytes, own_id: str) -> Submission:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import logging
 import random
 import socket
 import threading
@@ -15,6 +17,7 @@ from servers import served
 
 from hf_cb.errors import QueueFullError
 from hf_cb.serving import app, streaming
+from hf_cb.serving.errors import ApiError
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -48,9 +51,9 @@ def test_before_the_first_token(stream) -> None:
         assert server.manager.stats().tokens == 0
 
 
-@pytest.mark.parametrize("stream", (True, False), ids=("streaming", "whole"))
-def test_while_it_is_being_submitted(stream, monkeypatch) -> None:
-    """It ends with its client, though nobody ever held it and something still does."""
+@pytest.mark.parametrize("what", ("streaming", "whole", "refused"))
+def test_while_it_is_being_submitted(what, monkeypatch, caplog) -> None:
+    """It ends with its client, though nobody ever held it and something still does; nobody hears of a refusal."""
     submitted, gone, may_return, kept = threading.Event(), threading.Event(), threading.Event(), []
     disconnected = streaming._disconnected
 
@@ -66,11 +69,14 @@ def test_while_it_is_being_submitted(stream, monkeypatch) -> None:
             kept.append(submit(*args))
             submitted.set()
             assert may_return.wait(20)
+            if what == "refused":
+                kept.pop().cancel()
+                raise ApiError(400, "refused")
             return kept[0]
 
         monkeypatch.setattr(server.service.intake, "submit", slow)
         with server.manager.pause():
-            connection = connect(server, stream)
+            connection = connect(server, what == "streaming")
             assert submitted.wait(20)
             connection.close()
             assert gone.wait(20)
@@ -78,6 +84,8 @@ def test_while_it_is_being_submitted(stream, monkeypatch) -> None:
             wait_for(lambda: server.service.gate.inside == 0)
         server.wait_until_idle()
         assert server.manager.stats().tokens == 0
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 def test_one_of_several_prompts_is_not_taken(monkeypatch) -> None:
