@@ -6,7 +6,7 @@ import asyncio
 import copy
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import TYPE_CHECKING, Any
 
 from hf_cb.core import Delta
@@ -99,18 +99,18 @@ class Intake:
             options.setdefault("seed", seed)
         if self.max_output_tokens is not None:
             options.setdefault("max_new_tokens", self.max_output_tokens)
-        handles: list[Handle] = []
-        try:
-            prompts = [self._encode(request, i) for i in range(len(request.prompts))]
-            for i, ids in enumerate(prompts):
-                handles.append(self.manager.submit(ids, request_id=f"{request_id}-{i}", index=i, **options))
-            return Submission(request, handles, self._answer(request, prompts, head or {}))
-        except BaseException as error:
-            for handle in handles:
-                handle.cancel()
-            if isinstance(error, (TypeError, ValueError)):  # about this request, as `submit` says
+        with ExitStack() as undo:
+            handles: list[Handle] = []
+            try:
+                prompts = [self._encode(request, i) for i in range(len(request.prompts))]
+                for i, ids in enumerate(prompts):
+                    handles.append(self.manager.submit(ids, request_id=f"{request_id}-{i}", index=i, **options))
+                    undo.callback(handles[i].cancel)
+            except (TypeError, ValueError) as error:  # about this request, as `submit` says
                 raise ApiError(400, str(error)) from error
-            raise
+            submission = Submission(request, handles, self._answer(request, prompts, head or {}))
+            undo.pop_all()
+        return submission
 
     def _encode(self, request: GenerationRequest, number: int) -> list[int]:
         """One prompt's ids, no more than the model takes with what is to come."""

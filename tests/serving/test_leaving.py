@@ -107,6 +107,21 @@ def test_one_of_several_prompts_is_not_taken(monkeypatch) -> None:
         assert server.manager.stats().tokens == 0
 
 
+def test_an_answer_that_cannot_be_made(monkeypatch) -> None:
+    """That is our fault and not the request's, which ends."""
+    kept = []
+    with served() as server:
+        submit = server.manager.submit
+        monkeypatch.setattr(
+            server.manager, "submit", lambda *a, **options: kept.append(submit(*a, **options)) or kept[0]
+        )
+        monkeypatch.setattr(server.service.intake, "_answer", lambda *_: len(None))
+        with server.manager.pause(), pytest.raises(openai.InternalServerError):
+            server.client().completions.create(model="tiny", prompt="a")
+        server.wait_until_idle()
+        assert server.manager.stats().tokens == 0
+
+
 @pytest.mark.parametrize("stream", (True, False), ids=("streaming", "whole"))
 def test_in_the_middle(stream) -> None:
     with served(engine={"max_num_seqs": 2}) as server:
