@@ -176,9 +176,9 @@ class ContinuousBatchingManager(Showing, TransformersCalls, Recordable):
         self.loop.refuse_if_stopped()
         release_idle_workers()  # whoever submits is about to wait
         with recording(self.recorder, requests), self.registry.entering(requests, bounded, queue_wait):
-            for request in requests:
-                self.router.attach(request, mailbox, streaming)
             try:
+                for request in requests:
+                    self.router.attach(request, mailbox, streaming)
                 self.loop.post_work(lambda: self._admit(requests))
             except BaseException:
                 for request in requests:
@@ -238,7 +238,7 @@ class ContinuousBatchingManager(Showing, TransformersCalls, Recordable):
     # --------------------------------------------------------------------------------------------- by the loop's thread
 
     def _admit(self, requests: list[Request]) -> None:
-        for request in requests:
+        for request in self.registry.known(requests):  # others' submission was interrupted
             try:
                 self.engine.admit(request)
             except Exception as error:  # it ends that request, and not the loop
@@ -246,8 +246,7 @@ class ContinuousBatchingManager(Showing, TransformersCalls, Recordable):
                 self._deliver([Update(request, [])], None)
 
     def _cancel(self, requests: list[Request]) -> None:
-        known = [r for r in requests if self.registry.get(r.request_id) is r]  # others were never accepted
-        updates = [u for r in known if (u := self.engine.cancel(r)) is not None]
+        updates = [u for r in self.registry.known(requests) if (u := self.engine.cancel(r)) is not None]
         if updates:
             self._deliver(updates, None)
 

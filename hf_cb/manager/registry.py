@@ -37,6 +37,11 @@ class Registry:
     def get(self, request_id: str) -> Request | None:
         return self._live.get(request_id)
 
+    def known(self, requests: Iterable[Request]) -> list[Request]:
+        """Those of them that were accepted and have not ended; waits for whoever is just submitting them."""
+        with self._lock:
+            return [r for r in requests if self._live.get(r.request_id) is r]
+
     def next_id(self) -> str:
         """A request id that no live request has."""
         return next(name for i in self._ids if (name := f"req_{i}") not in self._live)
@@ -53,11 +58,11 @@ class Registry:
         while True:
             with self._lock:
                 if not bounded or not self.limit or self._has_room(len(requests), wait, began):
-                    self._enter(requests)
                     try:
+                        self._enter(requests)
                         yield
                     except BaseException:
-                        for request in requests:
+                        for request in self.known(requests):
                             del self._live[request.request_id]
                         raise
                     return
@@ -105,5 +110,5 @@ class Registry:
             yield False
             return
         with self._lock:
-            self._cancelling.update(r for r in requests if self._live.get(r.request_id) is r)
+            self._cancelling.update(self.known(requests))
             yield True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -101,6 +102,27 @@ def test_waiting_for_news(place: str) -> None:
         outputs.reopen()
         more, number = has_come(), number + 1
     assert number > 8 and not (mailbox._bell._ears or outputs._bell._ears)
+
+
+def test_a_submission() -> None:
+    """A request whose submission is interrupted was never there, or ends with the handle that nobody got."""
+    names = {"submit_ids", "_enqueue", "entering", "_enter", "attach", "post_work", "post", "_tell"}
+    with hf_cb.accelerate(make_model()).continuous_batching_context_manager() as manager:
+        number, more = 0, True
+        while more:
+            try:
+                with interrupted_at(number, names) as has_come:
+                    manager.submit(PROMPT, greedy(200))
+            except KeyboardInterrupt:
+                pass
+            assert manager.submit(PROMPT, greedy(2)).result(10).error is None
+            end = time.monotonic() + 10
+            while len(manager.registry) or manager.engine.has_work:
+                assert time.monotonic() < end, number
+                time.sleep(0.001)
+            assert not manager.router.live() and manager.get_result(timeout=0) is None, number
+            more, number = has_come(), number + 1
+    assert number > 20
 
 
 @pytest.mark.parametrize("done", [True, False])
