@@ -11,9 +11,8 @@ import socket
 import threading
 import time
 
-import openai
 import pytest
-from servers import served
+from servers import openai, served
 
 from hf_cb.errors import QueueFullError
 from hf_cb.serving import app, streaming
