@@ -131,7 +131,7 @@ def _submit(
 ) -> Handle:
     request = Request(name, prompt, params)
     mailbox = Mailbox([request])
-    with registry.entering([request], False, 0.0):
+    with registry.entering([request], False, 0.0, _nothing):
         router.attach(request, mailbox)
         engine.admit(request)
     return Handle(mailbox, _nothing, _nothing, _nothing, lambda *_: "", rendering)

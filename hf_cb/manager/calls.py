@@ -203,6 +203,8 @@ class _Session:
                     yield item
             reading = not exhausted and len(self.live) < limit
             while self.live and not (reading and changed.empty()):
+                if changed.empty():
+                    self.manager.loop.check_may_wait()
                 item = changed.get()
                 if item in self.live:
                     yield item
@@ -218,9 +220,9 @@ def _session(batch: Batch, need: Need | None = None) -> Iterator[_Session]:
         try:
             yield session
         finally:
-            for handle in session.live:
-                if not handle.done:
-                    handle.cancel()
+            for handle in session.live:  # as if they were gone: cancel() takes a lock (see `_close` in `session`)
+                if (guard := handle.mailbox.guard) is not None:
+                    manager.loop.dropped.append(guard)
 
 
 def _pair(prompts: Iterable[Any], recipes: Iterator[Recipe]) -> Iterator[tuple[Any, Recipe]]:

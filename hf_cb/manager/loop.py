@@ -7,9 +7,9 @@ import os
 import queue
 import threading
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from torch import nn
@@ -60,19 +60,16 @@ class EngineLoop:
         self._num_threads = num_threads
         self._switch_interval, self._training = switch_interval, TrainingWatch(model, train_mode_timeout)
         self._thread: threading.Thread | None = None  # in whose name the model is in eval(), and intercepted
-        # the idle thread waits for it, and holds nothing else of ours; a finalizer may put something in at any moment
+        # the idle thread waits for it and holds nothing else of ours; finalizers put something in, our own end too
         self._news: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._lock = threading.RLock()  # guards what is below; callers enter it and no Condition (why: see `bell`)
-        self._changed = threading.Condition(self._lock)  # the thread alone waits on it
+        self.lock = threading.RLock()  # guards what is below; under it nobody takes another
         self._inbox: list[Callable[[], None]] = []
         self._state = "new"  # then "running", then "ended", and again
         self._stopping: str | None = None  # None, "flush" or "hard"
         self._at_end: list[Callable[[], None]] = []
-        self._destroyed = False
-        self._pausers: Counter[int] = Counter()  # by thread
-        self._paused = False
+        self._pausers: dict[object, int] = {}  # each pause, and its thread
+        self._destroyed, self._paused, self._pid = False, False, 0
         self._quiet = Bell()  # rung when a pause begins, or can no more
-        self._pid = 0
 
     # -------------------------------------------------------------------------------------------------- by any thread
 
@@ -84,7 +81,7 @@ class EngineLoop:
         """Raises RuntimeError where waiting for a request would never end."""
         if threading.current_thread() is self._thread:
             raise RuntimeError("The generation thread cannot wait for itself (in a processor, a stop check or a hook).")
-        if self._pausers[threading.get_ident()]:
+        if self._is_pausing():
             raise RuntimeError("Inside pause() nothing is generated: leave the pause before you wait for a result.")
         if self._state == "running" and self._pid != os.getpid():
             raise ManagerStoppedError("This process was forked from the manager's: nothing is generated here.")
@@ -100,50 +97,51 @@ class EngineLoop:
 
     def post(self, message: Callable[[], None]) -> None:
         """The thread will call `message` between two steps; a thread that has ended forgets it."""
-        with self._lock:
+        with self.lock:
             if self._state != "ended":
                 self._inbox.append(message)
-                self._tell()
+                self._news.put(None)
 
     def post_work(self, message: Callable[[], None]) -> None:
         """`post`, unless no more work is taken: then ManagerStoppedError."""
-        with self._lock:
+        with self.lock:
             self.refuse_if_stopped()
             self.post(message)
 
     def start(self, deliver: Deliver, cancel: Cancel) -> None:
         """Starts the thread, after the one before it if that is still ending."""
-        with self._lock:
+        with self.lock:
             if self._state == "running" and self._stopping is None:
                 return
         self.join()
-        with self._lock:
-            if self._destroyed:
-                raise ManagerStoppedError("The manager was destroyed and cannot be started again.")
-            if self._state == "running":
-                return
-            self._deliver, self._cancel = deliver, cancel
-            self._pid, self.fatal_error, self._stopping = os.getpid(), None, None
-            self.engine.scheduler.expect(True)  # also behind a session that had no more
-            release_idle_workers()  # the caller has probably just loaded the model
-            myself = weakref.ref(self, self._news.put)  # the thread wakes when I am gone
-            args = (myself, weakref.ref(self.model), self._news, self._num_threads)
-            thread = threading.Thread(target=run_while_alive, args=args, name="hf_cb", daemon=True)
-            before = self._state
-            try:
-                interception.install(thread)
-                enter_eval(self.model, thread)
-                self._thread, self._state = thread, "running"
-                note_running(self)
-                thread.start()
-            finally:
-                if thread.ident is None:  # there was none to be had, or not in time: then it will not work
-                    self._thread, self._state = None, before
-                    leave(self.model, thread)
+        args = weakref.ref(self, self._news.put), weakref.ref(self.model), self._news, self._num_threads
+        thread = threading.Thread(target=run_while_alive, args=args, name="hf_cb", daemon=True)
+        try:
+            interception.install(thread)  # these take locks of their own
+            enter_eval(self.model, thread)
+            note_running(self)
+            with self.lock:
+                if self._destroyed:
+                    raise ManagerStoppedError("The manager was destroyed and cannot be started again.")
+                if self._state == "running":
+                    return
+                self._deliver, self._cancel = deliver, cancel
+                self._pid, self.fatal_error, self._stopping = os.getpid(), None, None
+                self.engine.scheduler.expect(True)  # also behind a session that had no more
+                release_idle_workers()  # the caller has probably just loaded the model
+                before, self._thread, self._state = self._state, thread, "running"
+                try:
+                    thread.start()
+                finally:
+                    if thread.ident is None:  # there was none to be had, or not in time: then it will not work
+                        self._thread, self._state = None, before
+        finally:
+            if self._thread is not thread:
+                leave(self.model, thread)
 
     def at_end(self, call: Callable[[], None]) -> bool:
         """The thread's last act will be to call it; False if it was not told to end, or has ended."""
-        with self._lock:
+        with self.lock:
             if not self.is_running or self._stopping is None:
                 return False
             self._at_end.append(call)
@@ -151,21 +149,26 @@ class EngineLoop:
 
     def stop(self, hard: bool = False, destroy: bool = False) -> None:
         """Asks the thread to end, after all requests or after this step. What is asked for is never taken back."""
-        with self._lock:
-            if self._pausers[threading.get_ident()]:
-                raise RuntimeError("stop() inside pause() would wait for ever: leave the pause first.")
+        with self.lock:
             self._destroyed |= destroy
             if self._state == "running":
                 self._stopping = "hard" if hard or self._stopping == "hard" else "flush"
-                self._tell()
+                self._news.put(None)
                 return
             never_started = self._state == "new" and destroy
             self._state = "ended" if never_started else self._state
         if never_started:
             self._deliver([], RequestCancelledError("The manager was destroyed before it was started."))
 
+    def check_may_join(self) -> None:
+        """Raises RuntimeError where the thread would never end."""
+        if self._is_pausing():
+            raise RuntimeError("stop() inside pause() would wait for ever: leave the pause first.")
+
     def join(self, timeout: float | None = None) -> None:
-        with self._lock:
+        if timeout is None:
+            self.check_may_join()
+        with self.lock:
             thread = self._thread
         if thread is None or thread is threading.current_thread():
             return
@@ -176,43 +179,39 @@ class EngineLoop:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Inside, no step runs; afterwards no prefix is remembered, since the weights may have changed."""
-        me = threading.get_ident()
         if threading.current_thread() is self._thread:
             raise RuntimeError("The generation thread cannot pause itself (in a processor, a stop check or a hook).")
-        counted = False
+        mine = object()
         try:
-            with self._lock:
+            with self.lock:
                 if not self.is_running:
                     raise RuntimeError("pause() needs a running manager.")
-                self._pausers[me] += 1
-                counted = True
-                self._tell()
+                self._pausers[mine] = threading.get_ident()
+                self._news.put(None)
             self._quiet.wait_for(lambda: self._paused or not self.is_running)
             if not self._paused:
                 raise RuntimeError("The generation thread ended before it could pause.") from self.fatal_error
             yield
         finally:
-            with self._lock:
-                self._pausers[me] -= counted
-                self._pausers += Counter()  # drops the zeros
-                self._tell()
+            try:  # no lock, and no Python code: an interrupt there would leave the thread paused for good
+                self._pausers.pop(mine, None)
+            finally:
+                self._news.put(None)
 
     def abandon_pauses(self) -> None:
         """Nobody will leave them any more."""
-        with self._lock:
-            self._pausers.clear()
-            self._tell()
-
-    def _tell(self) -> None:
-        self._changed.notify_all()
+        self._pausers.clear()
         self._news.put(None)
+
+    def _is_pausing(self) -> bool:
+        return threading.get_ident() in self._pausers.values()
 
     # ------------------------------------------------------------------------------------------------- by its thread
 
     def work(self) -> float | None:
         """Steps while there is work. Then for how many seconds there is none without news; None: no more comes."""
         error: BaseException = RequestCancelledError("The manager was stopped before this request was finished.")
-        with self._lock:
+        with self.lock:
             if threading.current_thread() is not self._thread:
                 return None  # `start` was interrupted when this thread was already there
         try:
@@ -229,7 +228,7 @@ class EngineLoop:
 
     def _end(self, error: BaseException) -> None:
         """Everybody who waits is woken, whatever else goes wrong."""
-        with self._lock:
+        with self.lock:
             self._state = "ended"
             self._inbox.clear()
             self.dropped.clear()
@@ -252,7 +251,7 @@ class EngineLoop:
             while not self._news.empty():
                 self._news.get()
             gone = [self.dropped.popleft() for _ in range(len(self.dropped))]  # before the messages that admit them
-            with self._lock:
+            with self.lock:
                 messages, self._inbox = self._inbox, []
             for message in messages:
                 message()
@@ -262,23 +261,32 @@ class EngineLoop:
             training = self._is_training()
             if self._pausers or training:
                 self._deliver(self.engine.settle(), None)
-            with self._lock:
+            with self.lock:
                 if self._stopping == "hard":
                     return "end"
-                if self._pausers and self.engine.is_settled:
-                    self.engine.runner.lend()
-                    self._paused = True
-                    self._quiet.ring()
-                    self._changed.wait_for(lambda: not self._pausers)
+                pausing = bool(self._pausers) and self.engine.is_settled
+                if not (pausing or training):
+                    if self.engine.idle_s() == 0:
+                        return "step"  # also if messages keep coming
+                    if not self._inbox:
+                        return "wait" if self.engine.has_work or not self._stopping else "end"
+            if pausing:
+                self._stay_paused()
+            elif training:
+                with suppress(queue.Empty):
+                    self._news.get(timeout=POLL_S)
+
+    def _stay_paused(self) -> None:
+        self.engine.runner.lend()
+        self._paused = True
+        self._quiet.ring()
+        while self._paused:
+            self._news.get()  # whoever leaves has put something in
+            with self.lock:  # nobody can begin a pause between the look and what follows from it
+                if not self._pausers:
                     self.engine.kv.drop_cache()
                     self._training.since = None  # in there it may take as long as it likes
                     self._paused = False
-                elif training:
-                    self._changed.wait(POLL_S)
-                elif self.engine.idle_s() == 0:
-                    return "step"  # also if messages keep coming
-                elif not self._inbox:
-                    return "wait" if self.engine.has_work or not self._stopping else "end"
 
     def _is_training(self) -> bool:
         """Whether somebody trains the model while there is work: then it is not our step to take."""

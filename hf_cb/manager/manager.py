@@ -175,7 +175,8 @@ class ContinuousBatchingManager(Showing, TransformersCalls, Recordable):
     ) -> None:
         self.loop.refuse_if_stopped()
         release_idle_workers()  # whoever submits is about to wait
-        with recording(self.recorder, requests), self.registry.entering(requests, bounded, queue_wait):
+        entering = self.registry.entering(requests, bounded, queue_wait, self.loop.check_may_wait)
+        with recording(self.recorder, requests), entering:
             try:
                 for request in requests:
                     self.router.attach(request, mailbox, streaming)
@@ -204,6 +205,8 @@ class ContinuousBatchingManager(Showing, TransformersCalls, Recordable):
     ) -> None:
         """Ends the thread once all requests are done, or at once (`hard_stop`; they end with an error). With
         `keep_for_next_session` the model's next session gets this manager, with its prefix cache."""
+        if block:
+            self.loop.check_may_join()
         self.loop.stop(hard=hard_stop)
         if keep_for_next_session:
             kept.keep(self.model, self)
@@ -212,6 +215,7 @@ class ContinuousBatchingManager(Showing, TransformersCalls, Recordable):
 
     def destroy(self) -> None:
         """Stops for good, once all requests are done; one that was never started drops what waits for it."""
+        self.loop.check_may_join()
         self.loop.stop(destroy=True)
         self.loop.join()
 

@@ -182,8 +182,8 @@ def recording(recorder: Recorder | None, requests: Sequence[Request]) -> Iterato
     if recorder is None:
         yield
         return
-    recorder.arrived(requests)
     try:
+        recorder.arrived(requests)
         yield
     except QueueFullError:
         recorder.rejected(requests)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from hf_cb.core import Request, Status, Update
@@ -47,8 +47,13 @@ class Registry:
         return next(name for i in self._ids if (name := f"req_{i}") not in self._live)
 
     @contextmanager
-    def entering(self, requests: Sequence[Request], bounded: bool, wait: float) -> Iterator[None]:
+    def entering(
+        self, requests: Sequence[Request], bounded: bool, wait: float, check: Callable[[], None]
+    ) -> Iterator[None]:
         """Inside, the requests are alive and nobody's cancellation can overtake them; an exception takes them out.
+
+        Args:
+            check: raises where there would never be room.
 
         Raises:
             QueueFullError: no room for them within `wait` seconds, with the numbers.
@@ -66,6 +71,7 @@ class Registry:
                             del self._live[request.request_id]
                         raise
                     return
+            check()
             time.sleep(POLL_S)
 
     def _enter(self, requests: Sequence[Request]) -> None:

@@ -126,7 +126,7 @@ class Router:
                         call()
                     else:
                         wakes.setdefault(loop, []).append(call)
-            elif finished or (streaming and update.new_ids):
+            elif streaming is not None and (finished or (streaming and update.new_ids)):
                 self._deliver_output(make_output(request, error), wakes)
         for loop, calls in wakes.items():
             _call_soon(loop, calls)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -18,9 +17,9 @@ from hf_cb.models.plan import Need
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-_lock = threading.RLock()  # a garbage collection inside may close an abandoned session
-_sessions: Counter[ContinuousBatchingManager] = Counter()  # how many are open on each manager
-_complete: Counter[ContinuousBatchingManager] = Counter()  # how many of them submit nothing more
+_lock = threading.RLock()  # while a manager is chosen
+_sessions: dict[object, ContinuousBatchingManager] = {}  # that are open
+_complete: dict[object, ContinuousBatchingManager] = {}  # of those that submit nothing more
 
 
 def get_manager(
@@ -81,11 +80,10 @@ def running(
     """A manager, running. The last session on it ends it: once its requests are finished, or, after an exception, at
     once. `choose` is called by one thread at a time.
     """
-    with _lock:
-        manager = choose()
-        _sessions[manager] += 1
-    finished = False
+    mine, finished, last = object(), False, False
     try:
+        with _lock:
+            manager = _sessions[mine] = choose()
         manager.start()
         _tell(manager)
         if warmup:
@@ -96,35 +94,43 @@ def running(
         block = False
         raise
     finally:
-        with _lock:
-            _sessions[manager] -= 1
-            last = _sessions[manager] == 0
-            if last:
-                del _sessions[manager]
-                manager.stop(block=False, hard_stop=not finished)
-            else:
-                _tell(manager)
+        try:
+            last = mine in _sessions and _close(mine, hard=not finished)
+        finally:
+            _sessions.pop(mine, None)
         if last and block:
             manager.join(timeout=timeout)
+
+
+def _close(mine: object, hard: bool) -> bool:
+    """Whether it was its manager's last session, which is then told to end. Takes the loop's lock alone: a garbage
+    collection may close a session in a thread that holds any other of ours."""
+    manager = _sessions[mine]
+    with manager.loop.lock:  # a session that begins is counted before it looks whether the loop is to end
+        del _sessions[mine]
+        last = manager not in _sessions.values()
+        if last:
+            manager.stop(block=False, hard_stop=hard)
+        else:
+            _tell(manager)
+    return last
 
 
 @contextmanager
 def complete(manager: ContinuousBatchingManager) -> Iterator[None]:
     """Inside, one of the manager's sessions submits nothing more. Once that is so of all of them, a policy that holds
     a batch back for others to join need not."""
-    with _lock:
-        _complete[manager] += 1
-        _tell(manager)
+    mine = object()
     try:
+        _complete[mine] = manager
+        _tell(manager)
         yield
     finally:
-        with _lock:
-            _complete[manager] -= 1
-            if not _complete[manager]:
-                del _complete[manager]
+        _complete.pop(mine, None)
 
 
 def _tell(manager: ContinuousBatchingManager) -> None:
     """After what was submitted, and before what comes."""
-    with _lock:
-        manager.loop.post(partial(manager.engine.scheduler.expect, _sessions[manager] > _complete[manager]))
+    with manager.loop.lock:
+        open_, complete_ = (list(each.values()).count(manager) for each in (_sessions, _complete))
+        manager.loop.post(partial(manager.engine.scheduler.expect, open_ > complete_))

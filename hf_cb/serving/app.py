@@ -10,6 +10,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -190,9 +191,8 @@ class Generation:
         try:
             return await asyncio.wrap_future(job)
         except asyncio.CancelledError:
-            [made] = await asyncio.gather(asyncio.wrap_future(job), return_exceptions=True)
-            if isinstance(made, Submission):
-                made.cancel()
+            job.add_done_callback(_take_back)  # first: the server may end, and with it the wait for the end of this
+            await asyncio.gather(asyncio.wrap_future(job), return_exceptions=True)
             raise
 
     def _submit(self, data: bytes, own_id: str) -> Submission:
@@ -211,6 +211,12 @@ class Generation:
         async with aclosing(_events(submission)) as events:
             first = await watch.over(anext(events))
             await watch.over(send_events(send, first, events))
+
+
+def _take_back(job: Future[Submission]) -> None:
+    """Nobody waits for its answer."""
+    if not job.cancelled() and job.exception() is None:
+        job.result().cancel()
 
 
 async def _events(submission: Submission) -> AsyncGenerator[bytes]:

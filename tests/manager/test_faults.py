@@ -172,7 +172,7 @@ def test_start_right_after_stop(manager) -> None:
 
 def test_a_hard_stop_is_not_taken_back(manager) -> None:
     handle = manager.submit(PROMPTS[0], greedy(245))
-    with manager.loop._changed:
+    with manager.loop.lock:
         manager.stop(block=False, hard_stop=True)
         manager.stop(block=False)
     with pytest.raises(RequestCancelledError):

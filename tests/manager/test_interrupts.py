@@ -23,7 +23,7 @@ from hf_cb.manager.router import OutputQueue
 
 PROMPT = [1, 2, 3]
 # Python itself looks for signals at calls and jumps: not before __exit__, or what `finally` calls in C
-NEVER = ("with ", "try:", "return True", "return False", "self._ears.discard(")
+NEVER = ("with ", "try:", "return True", "return False", "self._ears.discard(", "self._pausers.pop(", "self._news.put(")
 
 
 @contextmanager
@@ -123,6 +123,23 @@ def test_a_submission() -> None:
             assert not manager.router.live() and manager.get_result(timeout=0) is None, number
             more, number = has_come(), number + 1
     assert number > 20
+
+
+def test_pausing() -> None:
+    """Wherever an interrupt comes, also in what `collections` and `threading` do for it, requests go on afterwards."""
+    names = {"pause", "wait_for", "__init__", "__missing__", "__iadd__", "update", "_tell", "notify_all", "notify"}
+    modules = ("hf_cb.manager.loop", "hf_cb.manager.bell", "collections", "threading")
+    with hf_cb.accelerate(make_model()).continuous_batching_context_manager() as manager:
+        number, more = 0, True
+        while more:
+            try:
+                with interrupted_at(number, names, modules) as has_come, manager.pause():
+                    pass
+            except KeyboardInterrupt:
+                assert has_come()
+            assert len(manager.submit(PROMPT, greedy(2)).result(10).generated_tokens) == 2, number
+            more, number = has_come(), number + 1
+    assert number > 8
 
 
 @pytest.mark.parametrize("done", [True, False])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib
 import threading
 import time
 import weakref
@@ -89,25 +88,12 @@ def test_an_abandoned_async_iteration_cancels(manager) -> None:
 
 def test_handles_dropped_while_locks_are_held(manager) -> None:
     """A collection may come at any moment, also where one of our locks is held by this very thread."""
-    for lock in (manager.registry._lock, manager.loop._changed, manager.router._lock, manager.router.queue._lock):
+    for lock in (manager.registry._lock, manager.loop.lock, manager.router._lock, manager.router.queue._lock):
         handle = manager.submit(PROMPTS[0], greedy(245))
         with lock:
             del handle
             gc.collect()
     assert wait_until(lambda: len(manager.registry) == 0)
-
-
-@pytest.mark.parametrize("name", ["session", "training_mode", "switching"])
-def test_a_stream_collected_while_locks_are_held(name: str) -> None:
-    """An abandoned generator closes its session wherever the collection comes, and nobody waits there."""
-    lock = importlib.import_module(f"hf_cb.manager.{name}")._lock
-    model = make_model()
-    stream = model.stream_batch(PROMPTS, greedy(245))
-    next(stream)
-    with lock:
-        del stream
-        gc.collect()
-    assert wait_until(lambda: not any(t.name == "hf_cb" for t in threading.enumerate()))
 
 
 def test_waiting_where_it_would_never_end(manager) -> None:
@@ -164,6 +150,16 @@ def test_waiting_for_a_place(patched, shared_llama) -> None:
         with pytest.raises(QueueFullError, match="1 requests wait and"):
             manager.submit(PROMPTS[0], greedy(2), queue_wait=0)
         assert running.cancel() is None and queued.cancel() is None
+
+
+def test_waiting_for_a_place_inside_a_pause(patched, shared_llama) -> None:
+    config = EngineConfig(max_queue_size=1)
+    with shared_llama.continuous_batching_context_manager(continuous_batching_config=config) as manager:
+        with manager.pause():
+            handle = manager.submit(PROMPTS[0], greedy(2))
+            with pytest.raises(RuntimeError, match="Inside pause"):
+                manager.submit(PROMPTS[0], greedy(2), queue_wait=float("inf"))
+        assert handle.result(10).error is None and not manager.registry
 
 
 def test_waiting_for_a_place_ends_with_the_manager(patched, shared_llama) -> None:

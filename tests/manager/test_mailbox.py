@@ -8,12 +8,35 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from hf_cb.core import Request, SamplingParams, Status
+from hf_cb.core import Request, SamplingParams, Status, Update
 from hf_cb.manager.bell import Bell
 from hf_cb.manager.handle import Handle, Reader
 from hf_cb.manager.mailbox import Mailbox, make_output
+from hf_cb.manager.router import OutputQueue, Router
 
 TURNS = 2000
+
+
+def test_an_output_is_taken_without_a_look_at_those_behind_it() -> None:
+    """There may be thousands, and each is taken while the engine waits to put in the next."""
+
+    class Unseen:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(name)
+
+    outputs = OutputQueue()
+    outputs.put(first := make_output(make()[0]))
+    outputs.put(Unseen())
+    assert outputs.get() is first
+
+
+def test_news_of_a_request_that_was_taken_back_reach_nobody() -> None:
+    """It was refused when the manager had just ended all requests that it knew."""
+    router, (request, mailbox) = Router(), make()
+    router.attach(request, mailbox)
+    router.detach(request)
+    router.deliver([Update(request, [])], RuntimeError("ended"))
+    assert router.queue.get(timeout=0) is None and not mailbox.done
 
 
 class Interrupted(list):

@@ -254,8 +254,9 @@ def test_pausing_a_stopped_manager_is_an_error(manager) -> None:
 def test_if_the_loop_dies_every_waiter_wakes_with_the_cause(shared_llama, monkeypatch) -> None:
     with shared_llama.continuous_batching_context_manager() as manager:
         may_go_on = held_after(manager.engine, 6)
-        streaming = manager.add_request(PROMPTS[1], max_new_tokens=200, streaming=True)
-        handle = manager.submit(PROMPTS[0], greedy(245))
+        with manager.pause():
+            streaming = manager.add_request(PROMPTS[1], max_new_tokens=200, streaming=True)
+            handle = manager.submit(PROMPTS[0], greedy(245))
         next(iter(handle))
         monkeypatch.setattr(manager.engine.scheduler, "plan", lambda *_, **__: 1 / 0)
         may_go_on.set()

@@ -10,6 +10,8 @@ import random
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from servers import openai, served
@@ -85,6 +87,29 @@ def test_while_it_is_being_submitted(what, monkeypatch, caplog) -> None:
         assert server.manager.stats().tokens == 0
     gc.collect()
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_the_server_ends_while_a_request_whose_client_has_left_is_being_submitted() -> None:
+    begun, may_return, cancelled = (threading.Event() for _ in range(3))
+
+    def submit(*_):
+        begun.set()
+        assert may_return.wait(20)
+        return SimpleNamespace(cancel=cancelled.set)
+
+    async def left(pool) -> None:
+        generation = app.Generation(SimpleNamespace(begin_in_worker=pool.submit), is_chat=False)
+        generation._submit = submit
+        waiting = asyncio.ensure_future(generation._submitted(b"", ""))
+        await asyncio.to_thread(begun.wait, 20)
+        while not waiting.done():  # its client has gone, and then the server ends
+            waiting.cancel()
+            await asyncio.sleep(0)
+
+    with ThreadPoolExecutor(1) as pool:
+        asyncio.run(left(pool))
+        may_return.set()
+    assert cancelled.is_set()
 
 
 def test_one_of_several_prompts_is_not_taken(monkeypatch) -> None:
