@@ -90,6 +90,7 @@ import os, signal, sys, threading
 sys.path[:0] = {path!r}
 from tiny_models import greedy, make_model, make_prompts
 import hf_cb
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 hf_cb.patch()
 model = make_model()
 prompts = make_prompts([5, 9, 20])
