@@ -16,9 +16,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +108,14 @@ class WeightsInUse(Exception):
     """Somebody computes with the weights right now."""
 
 
+class Listener(Protocol):
+    """Somebody who computes with packed weights."""
+
+    def weights_unpacked(self) -> None:
+        """They are in their Parameters again."""
+        ...
+
+
 class PackedWeights:
     """The packed weights of one model. A parameter belongs to at most one of these at a time.
 
@@ -122,7 +130,7 @@ class PackedWeights:
         self.unpacked = False
         self.unpacked_at = 0.0  # on time.monotonic()
         self.asked_for: nn.Parameter | None = None
-        self.listeners: list[weakref.WeakMethod[Callable[[], None]]] = []  # called once they are unpacked
+        self._listeners: list[weakref.ref[Listener]] = []
         self._claimed: dict[int, nn.Parameter] = {}
         self._pieces: dict[int, list[tuple[Columns, int]]] = {}
         self._old: deque[tuple[float, Tensor, dict[int, tuple[int, int]]]] = deque()
@@ -153,6 +161,12 @@ class PackedWeights:
                 raise
             finally:
                 self.let_go()
+
+    def tell(self, listener: Listener) -> None:
+        """It is told once they are unpacked, if it is still there."""
+        with _lock:
+            known = [each for each in self._listeners if each() is not None and each() is not listener]
+            self._listeners = [*known, weakref.ref(listener)]
 
     def take(self, parameter: nn.Parameter, pieces: Sequence[Columns]) -> None:
         """Packs a weight `[N, K]` into these columns, its rows in this order, and lets go of its memory."""
@@ -189,10 +203,10 @@ class PackedWeights:
                 self._pieces.pop(key, None)
             if not self.unpacked:
                 self.unpacked, self.unpacked_at = True, time.monotonic()
-            for listener in self.listeners:
-                if (call := listener()) is not None:
-                    call()
-            self.listeners.clear()
+            for reference in self._listeners:
+                if (listener := reference()) is not None:
+                    listener.weights_unpacked()
+            self._listeners.clear()
 
     def _restore(self, parameter: nn.Parameter, placed: list[tuple[Columns, int]] | None) -> None:
         """What fails in the middle (no memory, an interrupt) is done again from the start next time."""

@@ -260,6 +260,16 @@ def test_a_packed_model_is_collected() -> None:
     assert gone() is None
 
 
+def test_engines_that_are_gone_are_not_told() -> None:
+    model = make_model("Llama", num_hidden_layers=2)
+    pack(model)
+    for _ in range(5):
+        model.generate_batch(make_prompts([5, 3]), greedy(2))
+    weights = model.lm_head.weight.__dict__["_hf_cb_packed"]
+    assert len(weights._listeners) <= 2  # what is known of the model, and the last engine
+    hf_cb.restore(model)
+
+
 def test_restore_leaves_nothing_behind(model: Any) -> None:
     keys = [set(vars(m)) for m in model.modules()]
     before = pack(model)

@@ -89,7 +89,7 @@ class Known:
             logger.log(level, "%s is not packed: %s", type(model).__name__, reason)
             return
         if self.weights is not None:
-            self.weights.listeners.append(weakref.WeakMethod(self._forget_decoder))
+            self.weights.tell(self)
         self._versions = self.guard.versions()
         self.guard.note_values()
 
@@ -99,7 +99,7 @@ class Known:
         if self.weights is not None:
             self.weights.unpack()
 
-    def _forget_decoder(self) -> None:
+    def weights_unpacked(self) -> None:
         self.decoder = None
 
 

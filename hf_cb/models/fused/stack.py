@@ -7,7 +7,6 @@ through the model's own modules, on the same KV cache, and their linear layers r
 from __future__ import annotations
 
 import time
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,14 +70,14 @@ class StackModel(PagedModel):
             if known.decoder is not None and known.weights is not None:
                 places = [place_of(self, i) for i in range(len(known.decoder.recipes))]
                 self._decoder = Decoder(known.decoder, places)
-                known.weights.listeners.append(weakref.WeakMethod(self._forget_decoder))
+                known.weights.tell(self)
 
     def lend(self) -> None:
         if self._known is not None:
             self._known.unpack()
         self._lent = True
 
-    def _forget_decoder(self) -> None:
+    def weights_unpacked(self) -> None:
         self._decoder = None
 
     def _ready(self) -> Decoder | None:
