@@ -1,10 +1,11 @@
-"""Engines with requests: run to the end without a manager, or held in the middle of one's work."""
+"""Work that a test runs to its end, holds in the middle, interrupts, or waits for."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hf_cb.core import Request
@@ -32,3 +33,23 @@ def held_after(engine: Engine, steps: int) -> threading.Event:
 
     engine.step = held  # type: ignore[method-assign]
     return may_go_on
+
+
+def interrupted_after(times: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call, in whose place KeyboardInterrupt comes once it was made so many times."""
+    made = itertools.count()
+
+    def interrupted(*args: Any) -> Any:
+        if next(made) >= times:
+            raise KeyboardInterrupt
+        return call(*args)
+
+    return interrupted
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 10.0) -> bool:
+    """Whether it has become true in that time."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
+    return bool(condition())

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from running import interrupted_after
 from test_bench_peers import GOOD
 from tiny_models import make_model, make_tokenizer
 
@@ -58,14 +59,7 @@ def test_a_peer_is_in_the_table_and_in_the_figures(folder, env, tmp_path, capsys
 
 
 def test_an_interrupt_leaves_the_rounds_that_are_finished(folder, tmp_path, capsys, monkeypatch):
-    whole, left = run._attempt, iter(range(5))
-
-    def attempt(*args):
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        return whole(*args)
-
-    monkeypatch.setattr(run, "_attempt", attempt)
+    monkeypatch.setattr(run, "_attempt", interrupted_after(5, run._attempt))
     file = tmp_path / "bench.json"
     few = ["--engines", "hf_cb,generate", *SMALL[2:], "--repeat", "4", "--json", str(file)]
     assert main(["bench", "-m", folder, *few]) == 130  # after two warm-ups, in the second run of the second round

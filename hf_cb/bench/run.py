@@ -85,9 +85,14 @@ def run_engines(
                 if i == 0:
                     raise
                 result.rounds = {name: runs[:i] for name, runs in result.rounds.items()}
-                result.interrupted = f"interrupted: {i} of {repeat} rounds were finished, and no others are told of"
+                result.interrupted = cut_short(i, repeat)
                 break
     return result
+
+
+def cut_short(done: int, repeat: int) -> str:
+    """What is said of a measurement that was interrupted after so many rounds."""
+    return f"interrupted: {done} of {repeat} rounds were finished, and no others are told of"
 
 
 def _round(result: BenchResult, engines: Sequence[BenchEngine], on_run: Callable[[Measured], None] | None) -> None:

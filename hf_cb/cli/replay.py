@@ -117,6 +117,7 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any],
     from hf_cb.bench.replay.formats import shape
     from hf_cb.bench.replay.settings import HELD, check_comparable
     from hf_cb.bench.replay.summary import described, replayed
+    from hf_cb.bench.run import cut_short
     from hf_cb.metrics.files import write_file
     from hf_cb.models.plan import model_length
 
@@ -142,8 +143,7 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any],
     )
     turns = _played(model, configs, calls, args.repeat)
     if len(turns) < args.repeat * len(configs):
-        done = len(turns) // len(configs)
-        about["notes"] = [f"interrupted: {done} of {args.repeat} rounds were finished, and no others are told of"]
+        about["notes"] = [cut_short(len(turns) // len(configs), args.repeat)]
     return about, described(settings, configs), turns
 
 

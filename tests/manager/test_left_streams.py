@@ -6,24 +6,16 @@ import gc
 import importlib
 import sys
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from running import wait_until
 from tiny_models import greedy, make_model, make_prompts
 
 from hf_cb.manager.kept import kept_manager
 
 pytestmark = pytest.mark.usefixtures("patched")
 PROMPTS = make_prompts([5, 9, 20])
-
-
-def wait_until(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 10
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.005)
-    return condition()
 
 
 def kept(model: Any) -> Any:

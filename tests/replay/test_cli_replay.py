@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from running import interrupted_after
 from tiny_models import make_model, make_tokenizer
 
 from hf_cb.bench.replay import play
@@ -109,14 +110,7 @@ def test_what_is_wrong_is_said_before_the_work(folder, tmp_path, capsys):
 
 
 def test_an_interrupt_leaves_the_rounds_that_are_finished(folder, tmp_path, capsys, monkeypatch):
-    whole, left = play._turn, iter(range(3))
-
-    def turn(*args):
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        return whole(*args)
-
-    monkeypatch.setattr(play, "_turn", turn)
+    monkeypatch.setattr(play, "_turn", interrupted_after(3, play._turn))
     file = tmp_path / "x.json"
     args = ["replay", "-m", folder, *FEW, "--a", "", "--b", "max_num_seqs=1", "--repeat", "4", "--json", str(file)]
     assert main(args) == 130  # in the second turn of the second round

@@ -9,11 +9,11 @@ import logging
 import random
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from running import wait_until
 from servers import openai, served
 
 from hf_cb.errors import QueueFullError
@@ -34,10 +34,7 @@ def connect(server, stream: bool, missing: int = 0) -> socket.socket:
 
 
 def wait_for(condition) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    assert wait_until(condition, 20)
 
 
 @pytest.mark.parametrize("stream", (True, False), ids=("streaming", "whole"))
